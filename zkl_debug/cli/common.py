@@ -1,0 +1,58 @@
+"""What every command shares: one JSON document on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+from rich.console import Console
+
+_SUFFIX = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+def stdout() -> Console:
+    """Console for a command's answer."""
+    return Console(file=sys.stdout, soft_wrap=False, highlight=False)
+
+
+def stderr() -> Console:
+    """Console for logs and progress."""
+    return Console(file=sys.stderr, highlight=False)
+
+
+def emit_json(document: Any) -> None:
+    """Print exactly one JSON document on stdout (non-finite floats become null)."""
+    json.dump(_finite(document), sys.stdout, indent=2, sort_keys=False, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+class Size(click.ParamType):
+    """Bytes with an optional binary suffix: ``4GiB``, ``512MiB``, ``1000``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip().lower()
+        digits = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+        unit = text[len(digits) :].strip()
+        try:
+            return int(float(digits) * _SUFFIX[unit])
+        except (KeyError, ValueError):
+            self.fail(f"{value!r} is not a size; write for example 4GiB, 512MiB or 1000", param, ctx)
+
+
+SIZE = Size()
