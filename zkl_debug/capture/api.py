@@ -1,0 +1,255 @@
+"""``with zkl_debug.capture(model, out, side="train") as cap:``"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from zkl_debug.capture import meta as capture_meta
+from zkl_debug.capture.hooks import ModuleHooks, ModuleRule
+from zkl_debug.capture.rows import FrameRows, padded_rows
+from zkl_debug.capture.session import CaptureOptions, CaptureSession, make_label_rows
+from zkl_debug.capture.state import model_state
+from zkl_debug.capture.taps import TapSet
+from zkl_debug.errors import UsageError
+from zkl_debug.schema import Json, SiteKind
+from zkl_debug.store.writer import CaptureWriter
+
+#: packages whose models have an adapter, and the module that holds it
+ADAPTERS = {"megatron": "zkl_debug.engines.megatron.adapter"}
+
+
+class Adapter(Protocol):
+    """What an engine contributes to a capture: how frames are keyed, which functions are tapped."""
+
+    rules: tuple[ModuleRule, ...]
+
+    def install(self, capture: Capture) -> None:
+        """Install taps into ``capture.taps``."""
+
+    def open_frame(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | None:
+        """Rows of the forward that is about to run, or None when they cannot be known."""
+
+    def metadata(self, capture: Capture) -> dict[str, Json]:
+        """Engine facts for the manifest."""
+
+
+class Capture:
+    """Observes one model and writes a capture folder.
+
+    Args:
+        model: the model; forwards of this object open frames by themselves.
+        out: folder to create.
+        side: label of the observed system, ``train`` or ``gen`` by custom.
+        level: ``digest``, ``payload`` or ``off``.
+        sites: patterns of site names to record; empty for all.
+        layers: inclusive layer range.
+        budget: cap on payload bytes.
+        strict: raise probe failures instead of switching the probe off.
+        meta: extra facts for the manifest.
+        adapter: engine adapter; default chosen from the model's class.
+        rank, world: this process among those that write into ``out``.
+
+    Raises:
+        UsageError: when ``out`` holds something already or the level is unknown.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        out: str | Path | None,
+        side: str,
+        *,
+        level: str = "digest",
+        sites: Sequence[str] = (),
+        layers: tuple[int, int] | None = None,
+        budget: int | None = None,
+        strict: bool = False,
+        meta: Mapping[str, Json] | None = None,
+        adapter: Adapter | None = None,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.model = model
+        self.out = Path(out) if out is not None else None
+        self.side = side
+        self.options = CaptureOptions(level, tuple(sites), layers, budget, strict)
+        self.extra = dict(meta or {})
+        self.rank, self.world = rank, world
+        self.adapter = adapter if adapter is not None else _adapter_for(model)
+        self.taps = TapSet()
+        self.session: CaptureSession
+        self._hooks: ModuleHooks
+        self._root: list[Any] = []
+        self._pending: FrameRows | None = None
+        self._next_sample = 0
+        self._manifest: dict[str, Json] = {}
+
+    # ---- context --------------------------------------------------------------------------------------------------
+    def __enter__(self) -> Capture:
+        writer = None
+        if self.options.level != "off":
+            if self.out is None:
+                raise UsageError("a capture needs a folder to write to", "out=PATH")
+            writer = CaptureWriter(
+                self.out,
+                side=self.side,
+                rank=self.rank,
+                world=self.world,
+                meta=self._facts(),
+                budget_bytes=self.options.budget,
+            )
+        self.session = CaptureSession(writer, self.options)
+        self._hooks = ModuleHooks(self.session, self.model, self.adapter.rules if self.adapter else ())
+        with self.session.guarded("attach"):
+            if writer is not None:
+                self.session.state(model_state(self.model))
+            self._root = [
+                self.model.register_forward_pre_hook(self._before_model, with_kwargs=True),
+                self.model.register_forward_hook(self._after_model, with_kwargs=True, always_call=True),
+            ]
+            self._hooks.install()
+            if self.adapter is not None:
+                self.adapter.install(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for handle in self._root:
+            handle.remove()
+        self._hooks.remove()
+        self.taps.remove()
+        writer = self.session.writer
+        if writer is None:
+            return
+        try:
+            self.session.end_frame()
+            extra = {**self.session.summary(), **self._manifest, "left_patched": list(self.taps.left_in_place)}
+            if error is not None:
+                extra["ended_by"] = type(error).__name__
+            writer.close(manifest=extra)
+        except Exception as failure:
+            if self.options.strict and error is None:
+                raise
+            print(f"zkl-debug: the capture could not be closed: {failure}", file=sys.stderr)
+
+    # ---- for the program ------------------------------------------------------------------------------------------
+    def next_rows(self, rows: FrameRows) -> None:
+        """Key the next forward of the model by ``rows`` instead of guessing them from its arguments."""
+        self._pending = rows
+
+    def set_step(self, step: int, weight_version: int | None = None) -> None:
+        """Say which training step the following frames belong to."""
+        self.session.end_frame()
+        self.session.step = step
+        if weight_version is not None:
+            self.session.weight_version = weight_version
+
+    def record(self, name: str, tensor: torch.Tensor, **options: Any) -> None:
+        """Record any tensor with token rows under a canonical site name, e.g. ``logprobs/log_softmax:out.0``."""
+        if self.session.enabled:
+            with self.session.guarded(name):
+                self.session.record(name, tensor, **options)
+
+    def selected(self, log_probs: torch.Tensor, labels: torch.Tensor) -> None:
+        """Record the log-probs of the labels of the open frame.
+
+        Args:
+            log_probs: one value per row of the frame (in row order), shape [n], float32.
+            labels: token ids they belong to, shape [n]; -1 where a row has no label.
+        """
+        if not self.session.enabled:
+            return
+        with self.session.guarded("logprobs/selected:out.0"):
+            ids = labels.detach().cpu().numpy().astype(np.int64)
+            keep = np.flatnonzero(ids >= 0)
+            rows = make_label_rows(self.session, keep, ids[keep])
+            index = torch.from_numpy(keep)
+            self.session.record_labels(
+                "logprobs/selected:out.0", rows, log_probs.detach()[index], labels.detach()[index]
+            )
+
+    def add_manifest(self, key: str, value: Json) -> None:
+        """Add a fact to the manifest, e.g. ``self_repeat``."""
+        self._manifest[key] = value
+
+    # ---- model hooks ----------------------------------------------------------------------------------------------
+    def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        session = self.session
+        if not session.enabled:
+            return
+        with session.guarded("model:in"):
+            session.path.clear()
+            rows, self._pending = self._pending, None
+            if rows is None and self.adapter is not None:
+                rows = self.adapter.open_frame(self, args, kwargs)
+            if rows is None:
+                rows = self._guess_rows(args, kwargs)
+            if rows is None:
+                session.end_frame()
+                return
+            session.begin_frame(rows)
+            ids, positions = _ids(args, kwargs)
+            for name, value in (("inputs/token_ids:in.0", ids), ("inputs/position_ids:in.0", positions)):
+                if isinstance(value, torch.Tensor):
+                    session.record(name, value.to(torch.int64), kind=SiteKind.INPUT, semantic="input", layout="bs")
+
+    def _after_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
+        self.session.path.clear()
+
+    def _guess_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | None:
+        """Every row of a [b, s] batch taken as one whole sequence: trailing padding only adds rows nobody joins."""
+        ids, _ = _ids(args, kwargs)
+        if ids is None or ids.ndim != 2:
+            return None
+        batch, seq = ids.shape
+        samples = range(self._next_sample, self._next_sample + batch)
+        self._next_sample += batch
+        return padded_rows(ids.detach().cpu().numpy(), samples=list(samples), lengths=[seq] * batch)
+
+    def _facts(self) -> dict[str, Json]:
+        facts: dict[str, Json] = {
+            "versions": capture_meta.versions(),
+            "environment": capture_meta.environment(),
+            "process": capture_meta.process(),
+            "model": {"class": type(self.model).__name__, "layers": _count_layers(self.model)},
+            "config": capture_meta.to_json(getattr(self.model, "config", None)),
+        }
+        if self.adapter is not None:
+            facts.update(self.adapter.metadata(self))
+        facts.update(self.extra)
+        return facts
+
+
+def capture(model: nn.Module, out: str | Path | None, side: str = "train", **options: Any) -> Capture:
+    """Capture every forward of ``model`` inside the ``with`` block; see :class:`Capture` for the options."""
+    return Capture(model, out, side, **options)
+
+
+def _adapter_for(model: nn.Module) -> Adapter | None:
+    for cls in type(model).__mro__:
+        module = ADAPTERS.get(cls.__module__.split(".")[0])
+        if module is not None:
+            adapter: Adapter = importlib.import_module(module).make_adapter()
+            return adapter
+    return None
+
+
+def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Token and position ids of a language model's forward, by keyword or as the first two integer arguments."""
+    integers = [a for a in args if isinstance(a, torch.Tensor) and not a.is_floating_point() and a.dtype != torch.bool]
+    ids = kwargs.get("input_ids", kwargs.get("tokens", integers[0] if integers else None))
+    positions = kwargs.get("position_ids", integers[1] if len(integers) > 1 else None)
+    return ids, positions
+
+
+def _count_layers(model: nn.Module) -> int:
+    layers = [getattr(m, "layers", None) for m in model.modules()]
+    return max((len(found) for found in layers if isinstance(found, nn.ModuleList)), default=0)

@@ -1,0 +1,146 @@
+"""Module hooks: inputs and outputs of every module, and the path of the module being run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zkl_debug.capture.session import CaptureSession
+from zkl_debug.schema import SiteKind
+
+#: keyword arguments that carry an activation when a module is called by keyword
+ACTIVATION_KWARGS = ("hidden_states", "input", "input_", "x", "query", "key", "value")
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """How sites under a module path are treated.
+
+    Attributes:
+        pattern: regular expression, matched against the whole module path.
+        skip: record nothing; the reason is kept in the manifest.
+        layout: layout of the module's tensors where the shape is ambiguous.
+        semantic: operator class of the module.
+        flatten: store rows as one dimension.
+        expert_rows: the tensors are ordered by the expert permutation: ``all`` or ``one`` expert's.
+    """
+
+    pattern: re.Pattern[str]
+    skip: str = ""
+    layout: str = ""
+    semantic: str = ""
+    flatten: bool = False
+    expert_rows: str = ""
+
+
+class ModuleHooks:
+    """Forward hooks on every submodule of a model.
+
+    Args:
+        session: where sites go.
+        model: the model; site names are its ``named_modules`` paths.
+        rules: first match wins; the default rule records everything.
+    """
+
+    def __init__(self, session: CaptureSession, model: nn.Module, rules: tuple[ModuleRule, ...] = ()) -> None:
+        self.session = session
+        self.model = model
+        self.rules = rules
+        self._handles: list[RemovableHandle] = []
+        self.paths: dict[int, str] = {}
+
+    def install(self) -> None:
+        """Register the hooks."""
+        for path, module in self.model.named_modules():
+            self.paths.setdefault(id(module), path)
+            if not path:
+                continue
+            rule = self._rule(path)
+            if rule is not None and rule.skip:
+                self.session.not_rows.setdefault(f"{path}:out", rule.skip)
+                continue
+            self._handles.append(module.register_forward_pre_hook(self._pre(path, rule), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._post(path, rule), always_call=True))
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _rule(self, path: str) -> ModuleRule | None:
+        return next((rule for rule in self.rules if rule.pattern.fullmatch(path)), None)
+
+    def _pre(self, path: str, rule: ModuleRule | None) -> Any:
+        session = self.session
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
+            if not session.enabled:
+                return
+            session.path.append(path)
+            if session.frame is None:
+                return
+            with session.guarded(f"{path}:in"):
+                for index, tensor in enumerate(_inputs(args, kwargs)):
+                    self._record(f"{path}:in" if index == 0 else f"{path}:in.{index}", tensor, rule)
+
+        return hook
+
+    def _post(self, path: str, rule: ModuleRule | None) -> Any:
+        session = self.session
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+            if not session.enabled:
+                return
+            while session.path and session.path.pop() != path:
+                pass
+            if session.frame is None:
+                return
+            with session.guarded(f"{path}:out"):
+                for index, tensor in enumerate(_tensors(output)):
+                    self._record(f"{path}:out" if index == 0 else f"{path}:out.{index}", tensor, rule)
+
+        return hook
+
+    def _record(self, name: str, tensor: torch.Tensor, rule: ModuleRule | None) -> None:
+        if rule is None:
+            self.session.record(name, tensor, kind=SiteKind.MODULE, semantic="")
+            return
+        if rule.expert_rows:
+            from zkl_debug.capture.experts import record_expert_rows
+
+            record_expert_rows(self.session, name, tensor, SiteKind.MODULE, rule.semantic)
+            return
+        self.session.record(
+            name,
+            tensor,
+            kind=SiteKind.MODULE,
+            semantic=rule.semantic,
+            layout=rule.layout,
+            flatten=rule.flatten,
+        )
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in args:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            yield value
+    for name in ACTIVATION_KWARGS:
+        value = kwargs.get(name)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            yield value
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, tuple | list):
+        for value in output:
+            if isinstance(value, torch.Tensor):
+                yield value

@@ -1,0 +1,96 @@
+"""Find the token rows in a tensor, and read them as raw bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from zkl_debug.capture.rows import FrameRows
+
+I64 = NDArray[np.int64]
+
+_UNSIGNED = {
+    1: (torch.uint8, np.uint8),
+    2: (torch.int16, np.uint16),
+    4: (torch.int32, np.uint32),
+    8: (torch.int64, np.uint64),
+}
+
+
+@dataclass(frozen=True)
+class RowView:
+    """A tensor seen as [n_view, *row_shape], and which of its rows belong to which row of the frame.
+
+    Attributes:
+        tensor: contiguous or strided tensor whose leading dimension is the row.
+        take: rows of ``tensor`` to read, shape [n]; None means all of them, in order.
+        row: index into the frame's rows for each row read, shape [n], uint32.
+        row_shape: shape of one row.
+    """
+
+    tensor: torch.Tensor
+    take: I64 | None
+    row: NDArray[np.uint32]
+    row_shape: tuple[int, ...]
+
+
+def resolve(tensor: torch.Tensor, frame: FrameRows, layout: str = "") -> RowView | None:
+    """Match a tensor's leading dimensions with the frame's token slots.
+
+    Args:
+        tensor: any activation. Recognised: [s, b, *], [b, s, *], [s*b, *], the valid rows only ([n, *], engine
+            frames), and one row a sequence ([n_seqs, *], engines that compute last logits only).
+        frame: the frame's rows.
+        layout: ``"bs"`` or ``"sb"`` where both would fit; default prefers ``"sb"``.
+
+    Returns:
+        The view, or None when the tensor has no token rows.
+    """
+    s, b = frame.grid
+    shape = tuple(tensor.shape)
+    n = len(frame.slot)
+    if len(shape) == 0 or n == 0:
+        return None
+    batch_first = len(shape) >= 2 and shape[:2] == (b, s)
+    seq_first = len(shape) >= 2 and shape[:2] == (s, b)
+    if batch_first and (layout == "bs" or not seq_first) and b > 1:
+        flat = tensor.reshape(s * b, *shape[2:])
+        take = (frame.slot % b) * s + frame.slot // b
+        return _view(flat, take, n, shape[2:])
+    if seq_first or (batch_first and b == 1):
+        return _view(tensor.reshape(s * b, *shape[2:]), frame.slot, n, shape[2:])
+    if shape[0] == s * b:
+        return _view(tensor, frame.slot, n, shape[1:])
+    body = tensor.squeeze(1) if len(shape) > 1 and shape[1] == 1 else tensor
+    if len(shape) > 1 and shape[0] == 1:
+        body = tensor.squeeze(0)
+    if b == 1 and body.shape[0] == n and np.array_equal(frame.slot, np.arange(n)):
+        return _view(body, frame.slot, n, tuple(body.shape[1:]))
+    if b == 1 and len(frame.last) and body.shape[0] == len(frame.last):
+        return RowView(body, None, frame.last.astype(np.uint32), tuple(body.shape[1:]))
+    return None
+
+
+def _view(flat: torch.Tensor, take: I64, n: int, row_shape: tuple[int, ...]) -> RowView:
+    whole = len(take) == flat.shape[0] and bool(np.array_equal(take, np.arange(len(take))))
+    return RowView(flat, None if whole else take, np.arange(n, dtype=np.uint32), tuple(row_shape))
+
+
+def raw_rows(view: RowView) -> NDArray[np.unsignedinteger]:
+    """Copy the rows of a view as unsigned integers of the element size, shape [n, W]. The copy is made now."""
+    tensor = view.tensor.detach()
+    if view.take is not None:
+        tensor = tensor.index_select(0, torch.from_numpy(view.take).to(tensor.device))
+    else:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    torch_dtype, np_dtype = _UNSIGNED[tensor.element_size()]
+    flat = tensor.contiguous().reshape(tensor.shape[0], -1).view(torch_dtype).cpu().numpy()
+    return flat.view(np_dtype)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """torch's dtype name without the ``torch.`` prefix."""
+    return str(tensor.dtype).removeprefix("torch.")

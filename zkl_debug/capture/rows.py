@@ -1,0 +1,192 @@
+"""Row keys of a frame: which token slot of a forward belongs to which (sample, position, token, prefix)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zkl_debug.digest import prefix_digests
+from zkl_debug.schema import FRAME_DTYPE, ROW_DTYPE, Phase, RowFlag
+
+I64 = NDArray[np.int64]
+
+
+@dataclass
+class FrameRows:
+    """The rows of one model forward.
+
+    Attributes:
+        grid: token slots of the call as (s, b); packed and engine frames have b = 1.
+        rows: row table, shape [n], :data:`~zkl_debug.schema.ROW_DTYPE`; ``frame`` is filled in by the session.
+        slot: flat slot of each row in s-major order (``s_i * b + b_i``), shape [n].
+        phase: what the frame is (``MIXED`` when its rows differ).
+        n_seqs: sequences in the call.
+        max_seqlen_q: longest query in the call, tokens.
+        last: indices into ``rows`` of the last row of each sequence, for engines that compute only last logits.
+        step: training step, or -1.
+        graph: CUDA-graph bucket, or -1.
+        micro_batch: index of the micro-batch or engine step, or -1.
+    """
+
+    grid: tuple[int, int]
+    rows: NDArray[np.void]
+    slot: I64
+    phase: Phase
+    n_seqs: int
+    max_seqlen_q: int
+    last: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    step: int = -1
+    graph: int = -1
+    micro_batch: int = -1
+    weight_version: int = 0
+
+    @property
+    def n_slots(self) -> int:
+        """Token slots the model ran, padding included."""
+        return self.grid[0] * self.grid[1]
+
+    def frame_record(self, frame: int, event_seq: int, n_rows: int) -> NDArray[np.void]:
+        """The 0-d :data:`~zkl_debug.schema.FRAME_DTYPE` record of this frame."""
+        record = np.zeros((), FRAME_DTYPE)
+        record["frame"] = frame
+        record["phase"] = int(self.phase)
+        record["step"] = self.step
+        record["event_seq"] = event_seq
+        record["weight_version"] = self.weight_version
+        record["n_rows"] = n_rows
+        record["n_padded"] = self.n_slots
+        record["graph"] = self.graph
+        record["n_seqs"] = self.n_seqs
+        record["max_seqlen_q"] = self.max_seqlen_q
+        record["micro_batch"] = self.micro_batch
+        return record
+
+
+def make_rows(
+    sample: NDArray[np.integer] | Sequence[int],
+    position: NDArray[np.integer] | Sequence[int],
+    token: NDArray[np.integer] | Sequence[int],
+    prefix: NDArray[np.uint64],
+    flags: NDArray[np.integer] | int,
+) -> NDArray[np.void]:
+    """Assemble a row table from its columns; ``frame`` is left 0."""
+    rows = np.zeros(len(position), ROW_DTYPE)
+    rows["sample"] = sample
+    rows["position"] = position
+    rows["token"] = token
+    rows["prefix"] = prefix
+    rows["flags"] = flags
+    return rows
+
+
+def sequence_rows(
+    sample: int, tokens: NDArray[np.integer], phase: Phase, prompt_len: int | None = None, start: int = 0
+) -> NDArray[np.void]:
+    """Rows of positions ``start`` .. end of one sequence.
+
+    Args:
+        sample: sample id.
+        tokens: all tokens of the sequence from position 0, shape [n].
+        phase: the rows' phase.
+        prompt_len: tokens from here on carry ``GENERATED``; None when unknown.
+        start: first position to return.
+    """
+    ids = np.ascontiguousarray(tokens, dtype=np.int32)
+    position = np.arange(start, len(ids))
+    flags = np.full(len(position), int(phase), np.uint32)
+    if prompt_len is not None:
+        flags |= np.where(position >= prompt_len, np.uint32(RowFlag.GENERATED), np.uint32(0))
+    return make_rows(np.full(len(position), sample), position, ids[start:], prefix_digests(ids)[start:], flags)
+
+
+def padded_rows(
+    tokens: NDArray[np.integer],
+    *,
+    samples: Sequence[int],
+    lengths: Sequence[int],
+    prompt_lens: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
+    phase: Phase = Phase.SCORE,
+) -> FrameRows:
+    """Rows of a padded [b, s] batch.
+
+    Args:
+        tokens: token ids, shape [b, s].
+        samples: sample id of each batch row.
+        lengths: valid tokens of each batch row.
+        prompt_lens: prompt length of each batch row, if known.
+        offsets: column of the first valid token of each batch row (left padding); default 0.
+        phase: the rows' phase.
+    """
+    batch, seq = tokens.shape
+    parts, slots = [], []
+    for i in range(batch):
+        first = offsets[i] if offsets is not None else 0
+        ids = tokens[i, first : first + lengths[i]]
+        parts.append(sequence_rows(samples[i], ids, phase, prompt_lens[i] if prompt_lens is not None else None))
+        slots.append((first + np.arange(lengths[i])) * batch + i)
+    return _assemble((seq, batch), parts, slots, phase, lengths)
+
+
+def packed_rows(
+    tokens: NDArray[np.integer],
+    *,
+    samples: Sequence[int],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    prompt_lens: Sequence[int] | None = None,
+    phase: Phase = Phase.SCORE,
+) -> FrameRows:
+    """Rows of a packed [1, T] batch (thd layout).
+
+    Args:
+        tokens: token ids, shape [T].
+        samples: sample id of each packed sequence.
+        starts: first slot of each packed sequence.
+        lengths: valid tokens of each packed sequence (padding behind them has no rows).
+        prompt_lens: prompt length of each sequence, if known.
+        phase: the rows' phase.
+    """
+    parts, slots = [], []
+    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        prompt = prompt_lens[i] if prompt_lens is not None else None
+        parts.append(sequence_rows(samples[i], tokens[start : start + length], phase, prompt))
+        slots.append(start + np.arange(length))
+    return _assemble((len(tokens), 1), parts, slots, phase, lengths)
+
+
+def label_rows(rows: NDArray[np.void], label: NDArray[np.integer], extra_flags: int = 0) -> NDArray[np.void]:
+    """Label rows of ``rows``: position + 1, the label as token and the prefix with the label included.
+
+    Args:
+        rows: parent rows, shape [n].
+        label: the token each parent row is scored against, shape [n].
+        extra_flags: flags to add, e.g. ``GENERATED``.
+    """
+    from zkl_debug.digest import extend_prefix
+
+    out = rows.copy()
+    out["position"] += 1
+    out["token"] = label
+    out["prefix"] = extend_prefix(rows["prefix"], label.astype(np.int32), out["position"].astype(np.int64))
+    keep = np.uint32(RowFlag.PHASE_MASK | RowFlag.MASKED | RowFlag.GENERATED)
+    out["flags"] = (rows["flags"] & keep) | np.uint32(RowFlag.LABEL | extra_flags)
+    return out
+
+
+def _assemble(
+    grid: tuple[int, int],
+    parts: list[NDArray[np.void]],
+    slots: list[NDArray[np.int64]],
+    phase: Phase,
+    lengths: Sequence[int],
+) -> FrameRows:
+    rows = np.concatenate(parts) if parts else np.zeros(0, ROW_DTYPE)
+    slot = np.concatenate(slots) if slots else np.zeros(0, np.int64)
+    last = np.cumsum(np.asarray(lengths, np.int64)) - 1 if len(lengths) else np.zeros(0, np.int64)
+    return FrameRows(
+        grid, rows, slot.astype(np.int64), phase, len(lengths), int(max(lengths, default=0)), last.astype(np.int64)
+    )

@@ -1,0 +1,338 @@
+"""A capture session: frames are opened by an adapter, sites are recorded by hooks and taps, rows go to the store."""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zkl_debug.capture.layout import RowView, dtype_name, raw_rows, resolve
+from zkl_debug.capture.rows import FrameRows, label_rows
+from zkl_debug.digest_torch import digest_tensor
+from zkl_debug.errors import ProbeError, UsageError
+from zkl_debug.schema import EventRecord, Json, SiteBlock, SiteKind, SiteMeta, StateRecord, parse_site
+
+if TYPE_CHECKING:
+    from zkl_debug.store.writer import CaptureWriter
+
+_ALIAS_KEEP = 6  # tensors whose digests are kept for the next hooks of the same frame
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """What to record.
+
+    Attributes:
+        level: ``digest`` (16 bytes a row and site), ``payload`` (digests and raw bits) or ``off`` (attached, silent).
+        sites: shell-style patterns of canonical site names; empty means all.
+        layers: inclusive range of layers whose sites are recorded; sites outside any layer always are.
+        budget: cap on payload bytes; None for no cap.
+        strict: raise probe failures instead of disabling the probe.
+    """
+
+    level: str = "digest"
+    sites: tuple[str, ...] = ()
+    layers: tuple[int, int] | None = None
+    budget: int | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.level not in ("digest", "payload", "off"):
+            raise UsageError(f"capture level {self.level!r}", "digest, payload or off")
+
+
+@dataclass
+class _OpenFrame:
+    index: int
+    rows: FrameRows
+    blocks: list[SiteBlock] = field(default_factory=list)
+    labels: list[NDArray[np.void]] = field(default_factory=list)
+    seen: dict[str, int] = field(default_factory=dict)
+    alias: OrderedDict[tuple[Any, ...], tuple[torch.Tensor, NDArray[np.uint64]]] = field(default_factory=OrderedDict)
+    scratch: dict[str, Any] = field(default_factory=dict)  # adapter state of this frame (expert permutation ...)
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.rows.rows) + sum(len(part) for part in self.labels)
+
+
+class CaptureSession:
+    """Collects the sites of each frame and hands them to the store.
+
+    One session observes one model on one thread of control. Recording outside a frame is counted, not stored.
+    """
+
+    def __init__(self, writer: CaptureWriter | None, options: CaptureOptions) -> None:
+        self.writer = writer
+        self.options = options
+        self.enabled = options.level != "off"
+        self.errors: list[str] = []
+        self.metas: dict[str, SiteMeta] = {}
+        self.not_rows: dict[str, str] = {}
+        self.outside: dict[str, int] = {}
+        self.filtered: set[str] = set()
+        self.unkeyed_rows = 0
+        self.frames_written = 0
+        self.event_seq = 0
+        self.step = -1
+        self.weight_version = 0
+        self.meta: dict[str, Json] = {}
+        self._frame: _OpenFrame | None = None
+        self._next_frame = 0
+        self._wanted: dict[str, bool] = {}
+        self._lock = threading.RLock()
+        self.path: list[str] = []  # modules being run, outermost first
+
+    # ---- failure of the probe -------------------------------------------------------------------------------------
+    @contextmanager
+    def guarded(self, where: str) -> Any:
+        """Run probe code: an exception disables the probe (or is raised when strict), never the program."""
+        try:
+            with torch.no_grad(), _disable_current_modes():
+                yield
+        except Exception as error:
+            self.fail(where, error)
+
+    def fail(self, where: str, error: BaseException) -> None:
+        """Disable the probe, remember why and say so on stderr.
+
+        Raises:
+            ProbeError: in strict mode.
+        """
+        text = f"{where}: {type(error).__name__}: {error}"
+        self.errors.append(text)
+        self.enabled = False
+        self._frame = None
+        if self.options.strict:
+            raise ProbeError(f"the probe failed at {text}") from error
+        print(f"zkl-debug: the probe failed and is off from here on; the program goes on. {text}", file=sys.stderr)
+        for line in traceback.format_exception(error)[-4:]:
+            print("  " + line.rstrip().replace("\n", "\n  "), file=sys.stderr)
+
+    # ---- frames ---------------------------------------------------------------------------------------------------
+    @property
+    def frame(self) -> _OpenFrame | None:
+        """The open frame, if any."""
+        return self._frame
+
+    def begin_frame(self, rows: FrameRows) -> None:
+        """Open a frame; the one before it, if still open, is written."""
+        self.end_frame()
+        if self.step >= 0 and rows.step < 0:
+            rows.step = self.step
+        rows.weight_version = self.weight_version
+        self._frame = _OpenFrame(self._next_frame, rows)
+        self._next_frame += 1
+
+    def end_frame(self) -> None:
+        """Write the open frame, if any."""
+        frame, self._frame = self._frame, None
+        if frame is None or self.writer is None:
+            return
+        table = np.concatenate([frame.rows.rows, *frame.labels]) if frame.labels else frame.rows.rows
+        table["frame"] = frame.index
+        self.writer.write_frame(frame.rows.frame_record(frame.index, self.event_seq, len(table)), table, frame.blocks)
+        self.frames_written += 1
+
+    def flush(self) -> None:
+        """Write the open frame and wait until every frame so far is durable."""
+        self.end_frame()
+        if self.writer is not None:
+            self.writer.flush()
+
+    # ---- sites ----------------------------------------------------------------------------------------------------
+    def wants(self, name: str) -> bool:
+        """Whether the site passes the ``sites`` and ``layers`` filters."""
+        known = self._wanted.get(name)
+        if known is not None:
+            return known
+        ok = not self.options.sites or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.options.sites)
+        if ok and self.options.layers is not None:
+            layer = parse_site(name).layer
+            ok = layer < 0 or self.options.layers[0] <= layer <= self.options.layers[1]
+        if not ok:
+            self.filtered.add(name)
+        self._wanted[name] = ok
+        return ok
+
+    def record(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        *,
+        kind: SiteKind = SiteKind.TAP,
+        semantic: str = "",
+        layout: str = "",
+        flatten: bool = False,
+    ) -> bool:
+        """Record a tensor whose leading dimensions are the frame's token slots.
+
+        Args:
+            name: canonical site name; a second occurrence in the same frame becomes ``operator#1`` and so on.
+            tensor: see :func:`zkl_debug.capture.layout.resolve` for the shapes.
+            kind: how it was observed.
+            semantic: operator class.
+            layout: ``"bs"`` or ``"sb"`` where the shape alone is ambiguous.
+            flatten: store the row as one dimension (sites whose two sides keep heads apart or not).
+
+        Returns:
+            Whether rows were recorded.
+        """
+        frame = self._frame
+        if frame is None:
+            self.outside[name] = self.outside.get(name, 0) + 1
+            return False
+        if not self.wants(name):
+            return False
+        view = resolve(tensor, frame.rows, layout)
+        if view is None:
+            self.not_rows.setdefault(name, str(tuple(tensor.shape)))
+            return False
+        if flatten:
+            width = int(np.prod(view.row_shape, dtype=np.int64))
+            view = RowView(view.tensor.reshape(view.tensor.shape[0], width), view.take, view.row, (width,))
+        self.record_view(name, view, kind=kind, semantic=semantic)
+        return True
+
+    def record_view(self, name: str, view: RowView, *, kind: SiteKind, semantic: str = "") -> None:
+        """Record rows that were resolved by the caller (expert-permuted rows, label rows)."""
+        frame = self._frame
+        if frame is None or not self.wants(name):
+            return
+        name = self._occurrence(frame, name)
+        meta = self._meta(name, view, kind, semantic)
+        payload = raw_rows(view) if self.options.level == "payload" else None
+        digest = self._digest(frame, view)
+        frame.blocks.append(SiteBlock(meta, view.row, digest, payload))
+
+    def record_labels(
+        self, label_site: str, rows: NDArray[np.void], selected: torch.Tensor, used: torch.Tensor
+    ) -> None:
+        """Record selected log-probs on label rows, with the label that was really used.
+
+        Args:
+            label_site: site of the selected log-prob, e.g. ``logprobs/selected:out.0``.
+            rows: label rows from :func:`zkl_debug.capture.rows.label_rows`, shape [n].
+            selected: log-probs, shape [n], float32.
+            used: label ids that were used, shape [n], int64.
+        """
+        frame = self._frame
+        if frame is None or len(rows) == 0:
+            return
+        index = (frame.n_rows + np.arange(len(rows))).astype(np.uint32)
+        frame.labels.append(rows)
+        self.record_view("logprobs/label:out.0", RowView(used, None, index, ()), kind=SiteKind.TAP, semantic="label")
+        view = RowView(selected.contiguous(), None, index, ())
+        self.record_view(label_site, view, kind=SiteKind.TAP, semantic="selected")
+
+    def parent_rows(self) -> NDArray[np.void]:
+        """Rows of the open frame without label rows."""
+        if self._frame is None:
+            raise ProbeError("no frame is open")
+        return self._frame.rows.rows
+
+    def _occurrence(self, frame: _OpenFrame, name: str) -> str:
+        count = frame.seen.get(name, 0)
+        frame.seen[name] = count + 1
+        if count == 0:
+            return name
+        head, port = name.rsplit(":", 1)
+        return f"{head}#{count}:{port}"
+
+    def _meta(self, name: str, view: RowView, kind: SiteKind, semantic: str) -> SiteMeta:
+        known = self.metas.get(name)
+        dtype = dtype_name(view.tensor)
+        if known is None:
+            site = parse_site(name)
+            known = SiteMeta(
+                name, kind, site.layer, len(self.metas), site.port, dtype, view.row_shape, semantic=semantic
+            )
+            self.metas[name] = known
+        elif known.torch_dtype != dtype or known.row_shape != view.row_shape:
+            # The writer files it beside the first form and notes it.
+            return SiteMeta(name, kind, known.layer, known.order, known.port, dtype, view.row_shape, semantic=semantic)
+        return known
+
+    def _digest(self, frame: _OpenFrame, view: RowView) -> NDArray[np.uint64]:
+        tensor = view.tensor.detach()
+        n_view = tensor.shape[0]
+        if view.take is not None and 2 * len(view.take) < n_view:
+            picked = tensor.index_select(0, torch.from_numpy(view.take).to(tensor.device))
+            return digest_tensor(picked, len(view.take))
+        # Inference tensors have no version counter, so an in-place write could not be noticed: never reuse there.
+        key = None
+        if not tensor.is_inference():
+            key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor._version)
+            hit = frame.alias.get(key)
+            if hit is not None:
+                return hit[1] if view.take is None else hit[1][view.take]
+        digest = digest_tensor(tensor, n_view)
+        if key is not None:
+            frame.alias[key] = (tensor, digest)  # the reference keeps the storage from being reused
+            if len(frame.alias) > _ALIAS_KEEP:
+                frame.alias.popitem(last=False)
+        return digest if view.take is None else digest[view.take]
+
+    # ---- state and events -----------------------------------------------------------------------------------------
+    def event(self, name: str, detail: Mapping[str, Json] | None = None) -> int:
+        """Note an event; returns its sequence number."""
+        self.end_frame()
+        self.event_seq += 1
+        if self.writer is not None:
+            last = self._next_frame - 1
+            self.writer.write_event(
+                EventRecord(self.event_seq, name, self.step, self.weight_version, last, dict(detail or {}))
+            )
+        return self.event_seq
+
+    def state(self, records: Sequence[StateRecord]) -> None:
+        """Store a state snapshot under the current event."""
+        if self.writer is not None:
+            self.writer.write_state(self.event_seq, records)
+
+    # ---- module path ----------------------------------------------------------------------------------------------
+    def current_path(self) -> str:
+        """Path of the innermost module being run, or an empty string."""
+        return self.path[-1] if self.path else ""
+
+    def summary(self) -> dict[str, Json]:
+        """What the probe saw and could not see; goes into the manifest."""
+        return {
+            "probe": {"ok": not self.errors, "errors": list(self.errors)},
+            "level": self.options.level,
+            "filtered_sites": len(self.filtered),
+            "not_rows": dict(sorted(self.not_rows.items())),
+            "outside_frames": dict(sorted(self.outside.items())),
+            "unkeyed_rows": self.unkeyed_rows,
+            "frames": self.frames_written,
+        }
+
+
+def make_label_rows(
+    session: CaptureSession,
+    parents: NDArray[np.integer],
+    labels: NDArray[np.integer],
+    extra_flags: NDArray[Any] | int = 0,
+) -> NDArray[np.void]:
+    """Label rows for some rows of the open frame.
+
+    Args:
+        session: the session with an open frame.
+        parents: indices into the frame's rows, shape [n].
+        labels: label token of each, shape [n].
+        extra_flags: flags to add to each row, a scalar or shape [n].
+    """
+    rows = label_rows(session.parent_rows()[parents], labels)
+    rows["flags"] |= np.asarray(extra_flags, np.uint32)
+    return rows

@@ -1,0 +1,44 @@
+"""Digests of what a model holds: parameters and buffers, persistent or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zkl_debug.capture.layout import dtype_name
+from zkl_debug.digest_torch import digest_tensor
+from zkl_debug.schema import StateRecord
+
+
+def tensor_digest(tensor: torch.Tensor) -> tuple[int, int]:
+    """Multilinear-128 of a whole tensor's bytes in row-major order."""
+    flat = tensor.detach().contiguous().reshape(1, -1)
+    if flat.numel() == 0:
+        return (0, 0)
+    digest = digest_tensor(flat, 1)
+    return int(digest[0, 0]), int(digest[0, 1])
+
+
+def model_state(model: nn.Module) -> list[StateRecord]:
+    """One record per parameter and buffer, by canonical name.
+
+    Tied tensors appear under every name they have, with the same ``data_ptr``.
+    """
+    with torch.no_grad(), _disable_current_modes():
+        return [_record(name, kind, tensor) for name, kind, tensor in _named(model)]
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, "parameter", parameter
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield name, "buffer", buffer
+
+
+def _record(name: str, kind: str, tensor: torch.Tensor) -> StateRecord:
+    return StateRecord(
+        name, kind, dtype_name(tensor), tuple(tensor.shape), tensor_digest(tensor), data_ptr=tensor.data_ptr()
+    )

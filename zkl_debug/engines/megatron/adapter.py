@@ -1,0 +1,125 @@
+"""How a capture observes megatron-core: frames keyed from its engines, functions tapped where hooks see nothing."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from zkl_debug.capture.hooks import ModuleRule
+from zkl_debug.capture.rows import FrameRows
+from zkl_debug.engines.megatron import taps_logprobs, taps_model
+from zkl_debug.engines.megatron.frames import EngineHistory, StaticHistory, StepRequests, dynamic_step, packed_forward
+from zkl_debug.schema import Json
+
+if TYPE_CHECKING:
+    from zkl_debug.capture.api import Capture
+
+
+def _rule(pattern: str, **options: Any) -> ModuleRule:
+    return ModuleRule(re.compile(pattern), **options)
+
+
+RULES: tuple[ModuleRule, ...] = (
+    _rule(r"(?:.*\.)?rotary_pos_emb(?:\..*)?", skip="a table over positions, not rows"),
+    _rule(r".*\.core_attention\..+", skip="inside core attention: rows are mixed with keys"),
+    _rule(r".*\.core_attention", semantic="core_attention", flatten=True),
+    _rule(r"(?:.*\.)?word_embeddings", semantic="embedding", layout="bs"),
+    _rule(r".*\.experts\.local_experts(?:\.\d+)?(?:\..+)?", semantic="expert", expert_rows="one"),
+    _rule(r".*\.experts", semantic="experts", expert_rows="all"),
+    _rule(r".*\.router", semantic="router"),
+    _rule(r".*(?:layernorm|_norm|\.norm)", semantic="norm"),
+    _rule(r".*\.linear_\w+|output_layer", semantic="linear"),
+)
+
+
+class MegatronAdapter:
+    """Frames and taps for ``GPTModel`` and its relatives, scored and generated."""
+
+    rules = RULES
+
+    def __init__(self) -> None:
+        self.history = EngineHistory()
+        self.static: dict[int, StaticHistory] = {}
+        self.step_requests: StepRequests | None = None
+        self.context: Any = None
+        self.prompt_lens: dict[int, int] = {}
+        self.inference_mode_seen: set[bool] = set()
+        self._next_sample = 0
+
+    def install(self, capture: Capture) -> None:
+        """Tap the functions of :mod:`taps_model` and :mod:`taps_logprobs`."""
+        taps_model.install(capture)
+        taps_logprobs.install(capture, self)
+
+    def open_frame(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | None:
+        """Key the coming forward from the inference context or the packing parameters it is called with."""
+        from megatron.core.inference.utils import InferenceMode
+
+        self.inference_mode_seen.add(bool(InferenceMode.is_active()))
+        self.step_requests = None
+        context = kwargs.get("inference_context") or kwargs.get("inference_params")
+        if context is not None and not context.is_static_batching():
+            rows, self.step_requests = dynamic_step(context, self.history)
+            self.context = context
+            capture.session.unkeyed_rows += len(self.step_requests.request) - len(self.step_requests.keyed)
+            return rows
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if not isinstance(ids, torch.Tensor):
+            return None
+        if context is not None:
+            history = self.static.setdefault(id(context), StaticHistory())
+            return history.rows(ids, int(context.sequence_len_offset))
+        packed = kwargs.get("packed_seq_params")
+        if packed is not None and packed.cu_seqlens_q is not None:
+            rows = packed_forward(ids, packed, self._next_sample)
+            self._next_sample += rows.n_seqs
+            return rows
+        return None
+
+    def metadata(self, capture: Capture) -> dict[str, Json]:
+        """Path selection of megatron-core at the time of attaching, and the parallel layout."""
+        from megatron.core import parallel_state
+        from megatron.core.inference.utils import InferenceMode
+
+        ready = parallel_state.model_parallel_is_initialized()
+        return {
+            "engine": "megatron-core",
+            "inference_mode": bool(InferenceMode.is_active()),
+            "training_flag": capture.model.training,
+            "parallel": {
+                "tp": parallel_state.get_tensor_model_parallel_world_size() if ready else 1,
+                "pp": parallel_state.get_pipeline_model_parallel_world_size() if ready else 1,
+                "cp": parallel_state.get_context_parallel_world_size() if ready else 1,
+                "ep": parallel_state.get_expert_model_parallel_world_size() if ready else 1,
+            },
+        }
+
+    def label_of(self, sampled: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+        """The token that follows each row of the current step: the prompt's next token, or the one just sampled.
+
+        Args:
+            sampled: new token of each active request, in request order, shape [n_requests].
+
+        Returns:
+            Labels, one per valid token slot of the step, shape [n].
+        """
+        step = self.step_requests
+        assert step is not None
+        order = list(dict.fromkeys(step.request.tolist()))
+        new = {rid: int(sampled[i]) for i, rid in enumerate(order) if i < len(sampled)}
+        labels = np.full(len(step.request), -1, np.int64)
+        for i, (rid, position) in enumerate(zip(step.request.tolist(), step.position.tolist(), strict=True)):
+            entry = self.history.requests.get(rid)
+            if entry is not None and position + 1 < len(entry.tokens):
+                labels[i] = entry.tokens[position + 1]
+            else:
+                labels[i] = new.get(rid, -1)
+        return labels
+
+
+def make_adapter() -> MegatronAdapter:
+    """A fresh adapter; one per capture."""
+    return MegatronAdapter()

@@ -1,0 +1,214 @@
+"""Row keys of Megatron forwards: training batches, packed batches, static and dynamic inference steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from zkl_debug.capture.rows import FrameRows, make_rows, packed_rows, padded_rows
+from zkl_debug.digest import prefix_digests
+from zkl_debug.schema import Phase, RowFlag
+
+if TYPE_CHECKING:
+    from zkl_debug.engines.megatron.scoring import MicroBatch
+
+
+@dataclass
+class RequestTokens:
+    """All tokens of one engine request seen so far, and where its prompt ends."""
+
+    tokens: list[int]
+    prompt_len: int
+    started: bool = False
+    cached: int = 0  # positions that came from the prefix cache and never ran
+
+
+@dataclass
+class EngineHistory:
+    """Tokens of every request an engine has run, so that a step's rows can be keyed by their whole prefix."""
+
+    requests: dict[int, RequestTokens] = field(default_factory=dict)
+    step: int = 0
+
+    def add(self, request_id: int, prompt: list[int], *, first_chunk: bool) -> None:
+        """A request was admitted with this prompt, or a further chunk of it was scheduled.
+
+        A request that was evicted comes back with what it had generated as part of its prompt; the end of its first
+        prompt is kept.
+        """
+        known = self.requests.get(request_id)
+        if known is not None and not first_chunk:
+            return
+        length = len(prompt)
+        if (
+            known is not None
+            and known.prompt_len < length
+            and known.tokens[: known.prompt_len] == prompt[: known.prompt_len]
+        ):
+            length = known.prompt_len
+        self.requests[request_id] = RequestTokens(list(prompt), length)
+
+
+@dataclass
+class StepRequests:
+    """What one dynamic step ran: the request and position of each valid token slot, and each request's rows."""
+
+    request: NDArray[np.int64]  # [n]
+    position: NDArray[np.int64]  # [n]
+    keyed: NDArray[np.int64]  # rows of the step that have a key, indices into [n]
+
+
+def dynamic_step(context: Any, history: EngineHistory) -> tuple[FrameRows, StepRequests]:
+    """Rows of the step a ``DynamicInferenceContext`` is about to run.
+
+    Slots beyond ``active_token_count`` are padding and get no rows. A request whose prompt was never seen (the probe
+    was attached while it ran) cannot be keyed; its rows are left out and counted by the caller.
+    """
+    n = int(context.active_token_count)
+    padded = int(context.padded_active_token_count)
+    slots = context.token_to_request_idx[:n].long()
+    request = context.request_ids[slots].cpu().numpy().astype(np.int64)
+    position = context.token_to_pos_ids[:n].cpu().numpy().astype(np.int64)
+    token = context.token_to_input_ids[:n].cpu().numpy().astype(np.int64)
+    decode_end = int(context.paused_request_count) + int(context.num_decode_requests)
+    is_decode = slots.cpu().numpy() < decode_end
+    prefix = np.zeros((n, 2), np.uint64)
+    flags = np.zeros(n, np.uint32)
+    keyed = np.ones(n, bool)
+    for rid in dict.fromkeys(request.tolist()):
+        index = np.flatnonzero(request == rid)
+        entry = history.requests.get(rid)
+        if entry is None:
+            keyed[index] = False
+            continue
+        keyed[index] = _key_request(entry, index, position, token, is_decode, prefix, flags)
+    rows_at = np.flatnonzero(keyed)
+    rows = make_rows(request[rows_at], position[rows_at], token[rows_at], prefix[rows_at], flags[rows_at])
+    phases = set(np.where(is_decode, int(Phase.DECODE), int(Phase.PREFILL)).tolist())
+    phase = Phase(phases.pop()) if len(phases) == 1 else Phase.MIXED
+    counts = np.unique(request, return_counts=True)[1] if n else np.zeros(0, np.int64)
+    last = np.flatnonzero(np.append(request[1:] != request[:-1], True)) if n else np.zeros(0, np.int64)
+    frame = FrameRows(
+        grid=(padded, 1),
+        rows=rows,
+        slot=rows_at.astype(np.int64),
+        phase=phase,
+        n_seqs=len(counts),
+        max_seqlen_q=int(counts.max(initial=0)),
+        last=last.astype(np.int64) if len(rows_at) == n else np.zeros(0, np.int64),
+        micro_batch=history.step,
+        graph=padded if context.using_cuda_graph_this_step() else -1,
+    )
+    history.step += 1
+    return frame, StepRequests(request, position, rows_at.astype(np.int64))
+
+
+def _key_request(
+    entry: RequestTokens,
+    index: NDArray[np.int64],
+    position: NDArray[np.int64],
+    token: NDArray[np.int64],
+    is_decode: NDArray[np.bool_],
+    prefix: NDArray[np.uint64],
+    flags: NDArray[np.uint32],
+) -> bool:
+    """Fill prefix and flags of one request's rows; False when its tokens before these rows are unknown."""
+    for i in index:
+        at = int(position[i])
+        if at > len(entry.tokens):
+            return False
+        if at == len(entry.tokens):
+            entry.tokens.append(int(token[i]))
+        elif entry.tokens[at] != int(token[i]):
+            entry.tokens[at:] = [int(token[i])]
+    if not entry.started:
+        entry.started = True
+        entry.cached = int(position[index[0]])
+    known = prefix_digests(np.asarray(entry.tokens, np.int32))
+    at = position[index]
+    prefix[index] = known[at]
+    bits = np.where(is_decode[index], int(Phase.DECODE), int(Phase.PREFILL)).astype(np.uint32)
+    bits |= np.where(at >= entry.prompt_len, np.uint32(RowFlag.GENERATED), np.uint32(0))
+    bits |= np.where(is_decode[index] & (at == entry.prompt_len), np.uint32(RowFlag.FIRST_DECODE), np.uint32(0))
+    if entry.cached:
+        bits |= np.uint32(RowFlag.AFTER_CACHE_HIT)
+    if not is_decode[index[-1]] and int(at[-1]) + 1 < entry.prompt_len:
+        bits[-1] |= np.uint32(RowFlag.CHUNK_EDGE)
+    flags[index] = bits
+    return True
+
+
+def scoring_rows(mb: MicroBatch, prompt_lens: Mapping[int, int]) -> FrameRows:
+    """Rows of one scoring micro-batch.
+
+    Args:
+        mb: the micro-batch.
+        prompt_lens: prompt length by sample id, for samples where it is known.
+    """
+    known = [prompt_lens.get(sample) for sample in mb.samples]
+    lens = [int(n) for n in known if n is not None]
+    tokens = mb.tokens.cpu().numpy()
+    prompts = lens if len(lens) == len(known) else None
+    if mb.layout == "packed":
+        frame = packed_rows(tokens[0], samples=mb.samples, starts=mb.offsets, lengths=mb.lengths, prompt_lens=prompts)
+    else:
+        frame = padded_rows(tokens, samples=mb.samples, lengths=mb.lengths, prompt_lens=prompts, offsets=mb.offsets)
+    frame.micro_batch = mb.index
+    return frame
+
+
+def packed_forward(ids: torch.Tensor, packed: Any, first_sample: int) -> FrameRows:
+    """Rows of a [1, T] forward with ``PackedSeqParams`` whose caller gave no sample ids."""
+    starts_of = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
+    starts = starts_of.cpu().numpy().astype(np.int64)
+    lengths = np.diff(packed.cu_seqlens_q.cpu().numpy().astype(np.int64))
+    samples = range(first_sample, first_sample + len(lengths))
+    tokens = ids.detach().cpu().numpy().reshape(-1)
+    return packed_rows(tokens, samples=list(samples), starts=starts[:-1].tolist(), lengths=lengths.tolist())
+
+
+class StaticHistory:
+    """Tokens of the batch a ``StaticInferenceContext`` is running; a forward at offset 0 starts a new batch."""
+
+    def __init__(self) -> None:
+        self.tokens: NDArray[np.int64] = np.zeros((0, 0), np.int64)
+        self.first_sample = 0
+        self.next_sample = 0
+        self.prompt_len = 0
+        self.step = 0
+
+    def rows(self, ids: torch.Tensor, offset: int) -> FrameRows | None:
+        """Rows of a [b, s] forward at sequence offset ``offset``; None when earlier tokens were not seen."""
+        new = ids.detach().cpu().numpy().astype(np.int64)
+        if offset == 0:
+            self.tokens = new
+            self.first_sample, self.next_sample = self.next_sample, self.next_sample + len(new)
+            self.prompt_len = new.shape[1]
+        elif self.tokens.shape != (len(new), offset):
+            return None
+        else:
+            self.tokens = np.concatenate([self.tokens, new], axis=1)
+        samples = list(range(self.first_sample, self.first_sample + len(new)))
+        phase = Phase.PREFILL if offset == 0 else Phase.DECODE
+        total = self.tokens.shape[1]
+        whole = padded_rows(
+            self.tokens,
+            samples=samples,
+            lengths=[total] * len(new),
+            prompt_lens=[self.prompt_len] * len(new),
+            phase=phase,
+        )
+        fresh = whole.rows["position"] >= offset
+        rows = whole.rows[fresh]
+        first = (rows["position"] == self.prompt_len) & (phase == Phase.DECODE)
+        rows["flags"] |= np.where(first, np.uint32(RowFlag.FIRST_DECODE), np.uint32(0))
+        batch, seq = new.shape
+        slot = (np.tile(np.arange(seq), batch) * batch) + np.repeat(np.arange(batch), seq)
+        last = (np.arange(1, batch + 1) * seq) - 1
+        self.step += 1
+        return FrameRows((seq, batch), rows, slot.astype(np.int64), phase, batch, seq, last, micro_batch=self.step - 1)

@@ -1,0 +1,208 @@
+"""Taps behind the logits: request admission (tokens of each prompt), log-softmax, the label and its log-prob."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from zkl_debug.capture.session import make_label_rows
+from zkl_debug.engines.megatron.frames import scoring_rows
+from zkl_debug.schema import RowFlag
+
+if TYPE_CHECKING:
+    from zkl_debug.capture.api import Capture
+    from zkl_debug.engines.megatron.adapter import MegatronAdapter
+
+LOG_SOFTMAX = "logprobs/log_softmax"
+SELECTED = "logprobs/selected:out.0"
+
+
+def install(capture: Capture, adapter: MegatronAdapter) -> None:
+    """Install the taps on the dynamic context and on this project's scoring functions."""
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    from zkl_debug.engines.megatron import scoring
+
+    taps = capture.taps
+    taps.wrap(DynamicInferenceContext, "add_request", functools.partial(_add_request, adapter))
+    taps.wrap(DynamicInferenceContext, "_processed_log_probs", functools.partial(_processed, capture))
+    taps.wrap(
+        DynamicInferenceContext, "calculate_log_probs_tensors", functools.partial(_selected_dynamic, capture, adapter)
+    )
+    taps.wrap(scoring, "forward_logits", functools.partial(_score_forward, capture, adapter))
+    taps.wrap(scoring, "log_softmax", functools.partial(_score_log_softmax, capture))
+    taps.wrap(scoring, "select_logprobs", functools.partial(_score_selected, capture))
+
+
+def _active(capture: Capture) -> bool:
+    return capture.session.enabled and capture.session.frame is not None
+
+
+# ---- dynamic engine -----------------------------------------------------------------------------------------------
+def _add_request(adapter: MegatronAdapter, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def tapped(context: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        prompt = [int(t) for t in req.prompt_tokens]
+        adapter.history.add(int(req.request_id), prompt, first_chunk=int(req.finished_chunk_token_count) == 0)
+        return function(context, req, *args, **kwargs)
+
+    return tapped
+
+
+def _processed(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def tapped(context: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _active(capture):
+            with capture.session.guarded(LOG_SOFTMAX):
+                capture.session.record(f"{LOG_SOFTMAX}:in.0", logits, semantic="log_softmax")
+        result = function(context, logits, *args, **kwargs)
+        if _active(capture):
+            with capture.session.guarded(LOG_SOFTMAX):
+                capture.session.record(f"{LOG_SOFTMAX}:out.0", result, semantic="log_softmax")
+        return result
+
+    return tapped
+
+
+def _selected_dynamic(capture: Capture, adapter: MegatronAdapter, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def tapped(context: Any, logits: torch.Tensor, new_tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        selected, log_probs = function(context, logits, new_tokens, *args, **kwargs)
+        if _active(capture) and adapter.step_requests is not None:
+            with capture.session.guarded(SELECTED):
+                _record_dynamic(capture, adapter, new_tokens, selected, log_probs)
+        return selected, log_probs
+
+    return tapped
+
+
+def _record_dynamic(
+    capture: Capture,
+    adapter: MegatronAdapter,
+    new_tokens: torch.Tensor,
+    selected: torch.Tensor,
+    log_probs: torch.Tensor,
+) -> None:
+    """Label rows of a step. Which label was used is read off the values: the one whose log-prob was returned."""
+    step = adapter.step_requests
+    frame = capture.session.frame
+    assert step is not None
+    assert frame is not None
+    sampled = new_tokens.detach().cpu().numpy().astype(np.int64)
+    intended = adapter.label_of(sampled)
+    requests = list(dict.fromkeys(step.request.tolist()))
+    request_index = np.array([requests.index(r) for r in step.request.tolist()], np.int64)
+    position_of = np.arange(len(step.request))
+    n_selected = int(selected.shape[0])
+    if n_selected == len(requests) and n_selected != len(step.request):
+        # Only the last row of each request was scored.
+        position_of = np.array([np.flatnonzero(request_index == i)[-1] for i in range(len(requests))], np.int64)
+    elif n_selected < len(step.request):
+        capture.session.not_rows.setdefault(SELECTED, f"{n_selected} log-probs for {len(step.request)} rows")
+        return
+    labels = intended[position_of]
+    alternative = sampled[np.minimum(request_index[position_of], len(sampled) - 1)]
+    value = selected.detach()[: len(position_of)]
+    table = log_probs.detach()
+    used = _label_used(value, table, labels, alternative)
+    row_of = {int(at): i for i, at in enumerate(step.keyed)}
+    keep = np.array([i for i, at in enumerate(position_of) if int(at) in row_of and labels[i] >= 0], np.int64)
+    if len(keep) == 0:
+        return
+    parents = np.array([row_of[int(position_of[i])] for i in keep], np.int64)
+    entries = [adapter.history.requests[int(step.request[position_of[i]])] for i in keep]
+    generated = np.array(
+        [
+            int(RowFlag.GENERATED) if int(step.position[position_of[i]]) + 1 >= entry.prompt_len else 0
+            for i, entry in zip(keep, entries, strict=True)
+        ],
+        np.uint32,
+    )
+    rows = make_label_rows(capture.session, parents, labels[keep], generated)
+    index = torch.from_numpy(keep).to(value.device)
+    capture.session.record_labels(SELECTED, rows, value.index_select(0, index), torch.from_numpy(used[keep]))
+
+
+def _label_used(
+    value: torch.Tensor, table: torch.Tensor, intended: np.ndarray[Any, Any], sampled: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """The label each log-prob belongs to: the intended one if its value matches, else the sampled one, else -1."""
+    bits = value.float().contiguous().view(torch.int32).cpu().numpy()
+    rows = np.arange(len(bits))
+    used = np.full(len(bits), -1, np.int64)
+    for candidate in (sampled, intended):
+        ids = np.clip(candidate, 0, table.shape[-1] - 1)
+        at = torch.from_numpy(rows).to(table.device), torch.from_numpy(ids).to(table.device)
+        found = table[at].float().contiguous().view(torch.int32).cpu().numpy()
+        used = np.where((found == bits) & (candidate >= 0), candidate, used)
+    return used.astype(np.int64)
+
+
+# ---- scoring ------------------------------------------------------------------------------------------------------
+def _score_forward(capture: Capture, adapter: MegatronAdapter, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def tapped(model: Any, mb: Any, *args: Any, **kwargs: Any) -> Any:
+        if capture.session.enabled and model is capture.model:
+            with capture.session.guarded("scoring rows"):
+                capture.next_rows(scoring_rows(mb, adapter.prompt_lens))
+        return function(model, mb, *args, **kwargs)
+
+    return tapped
+
+
+def _score_log_softmax(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def tapped(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _active(capture):
+            with capture.session.guarded(LOG_SOFTMAX):
+                capture.session.record(f"{LOG_SOFTMAX}:in.0", logits, semantic="log_softmax", layout="bs")
+        result = function(logits, *args, **kwargs)
+        if _active(capture):
+            with capture.session.guarded(LOG_SOFTMAX):
+                capture.session.record(f"{LOG_SOFTMAX}:out.0", result, semantic="log_softmax", layout="bs")
+        return result
+
+    return tapped
+
+
+def _score_selected(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``select_logprobs(log_probs [b, s, V], labels [b, s - 1]) -> [b, s - 1]``: slot t is scored against label t."""
+
+    @functools.wraps(function)
+    def tapped(log_probs: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = function(log_probs, labels, *args, **kwargs)
+        frame = capture.session.frame
+        if _active(capture) and frame is not None:
+            with capture.session.guarded(SELECTED):
+                batch = frame.rows.grid[1]
+                column = frame.rows.slot // batch
+                width = int(result.shape[1])
+                has_label = np.flatnonzero(column < width)
+                at = torch.from_numpy((frame.rows.slot[has_label] % batch) * width + column[has_label])
+                used = np.full(len(column), -1, np.int64)
+                used[has_label] = labels.reshape(-1)[at].cpu().numpy()
+                value = torch.zeros(len(column), dtype=result.dtype)
+                value[torch.from_numpy(has_label)] = result.detach().reshape(-1)[at].cpu()
+                _record_scored(capture, used, value)
+        return result
+
+    return tapped
+
+
+def _record_scored(capture: Capture, used: np.ndarray[Any, Any], value: torch.Tensor) -> None:
+    """Label rows of a scoring frame: the intended label of a row is the token of its sample's next row."""
+    parents = capture.session.parent_rows()
+    following = np.full(len(parents), -1, np.int64)
+    same = (parents["sample"][1:] == parents["sample"][:-1]) & (parents["position"][1:] == parents["position"][:-1] + 1)
+    following[:-1] = np.where(same, parents["token"][1:], -1)
+    generated = np.zeros(len(parents), np.uint32)
+    generated[:-1] = np.where(same, parents["flags"][1:] & np.uint32(RowFlag.GENERATED), 0)
+    keep = np.flatnonzero((following >= 0) & (used >= 0))
+    if len(keep) == 0:
+        return
+    rows = make_label_rows(capture.session, keep, following[keep], generated[keep])
+    capture.session.record_labels(SELECTED, rows, value[torch.from_numpy(keep)], torch.from_numpy(used[keep]))

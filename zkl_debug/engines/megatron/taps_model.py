@@ -1,0 +1,296 @@
+"""Taps inside the model: what module hooks cannot see in megatron-core.
+
+One table row per operator; where training and generation reach it through different functions, both are tapped under
+one site name. A function that this build of megatron-core does not have is skipped and listed in the manifest.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zkl_debug.capture.experts import Permutation, record_expert_rows, set_permutation
+from zkl_debug.schema import SiteKind
+
+if TYPE_CHECKING:
+    from zkl_debug.capture.api import Capture
+
+Tap = Callable[["Capture", Callable[..., Any]], Callable[..., Any]]
+
+
+def install(capture: Capture) -> None:
+    """Install every model tap into ``capture.taps``."""
+    missing: list[str] = []
+    for owner, name, tap in _TABLE:
+        target = _resolve(owner)
+        if target is None or getattr(target, name, None) is None:
+            missing.append(f"{owner}.{name}")
+            continue
+        capture.taps.wrap(target, name, functools.partial(tap, capture))
+    for module in capture.model.modules():
+        for attribute in ("self_attn_bda", "mlp_bda", "cross_attn_bda", "mamba_bda"):
+            if callable(vars(module).get(attribute)):
+                capture.taps.wrap(module, attribute, functools.partial(_residual, capture, attribute))
+    capture.add_manifest("taps_missing", missing)
+
+
+def _resolve(path: str) -> Any:
+    module, _, cls = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return None
+    return getattr(found, cls, None) if cls else found
+
+
+def site(capture: Capture, operator: str, port: str) -> str:
+    """Site name of a tapped operator in the module being run.
+
+    An operator named ``router.topk`` that runs inside ``...mlp.router`` is filed under ``...mlp/router.topk``.
+    """
+    path = capture.session.current_path()
+    owner = operator.rpartition(".")[0]
+    if owner and path.endswith("." + owner):
+        path = path[: -len(owner) - 1]
+    return f"{path}/{operator}:{port}"
+
+
+def _record(capture: Capture, operator: str, port: str, value: Any, semantic: str = "", flatten: bool = False) -> None:
+    if isinstance(value, torch.Tensor):
+        capture.session.record(site(capture, operator, port), value, semantic=semantic or operator, flatten=flatten)
+
+
+def _active(capture: Capture) -> bool:
+    return capture.session.enabled and capture.session.frame is not None
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------
+def _qkv(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def tapped(module: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(module, *args, **kwargs)
+        if _active(capture):
+            with capture.session.guarded("qkv"):
+                for index, value in enumerate(result if isinstance(result, tuple) else ()):
+                    _record(capture, "qkv", f"out.{index}", value, "qkv")
+        return result
+
+    return tapped
+
+
+def _rope(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Training and static path: called for the query first, then for the key."""
+
+    @functools.wraps(function)
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        if not _active(capture):
+            return function(*args, **kwargs)
+        frame = capture.session.frame
+        assert frame is not None
+        calls = frame.scratch.setdefault("rope_calls", {})
+        path = capture.session.current_path()
+        operator = "rope.q" if calls.get(path, 0) % 2 == 0 else "rope.k"
+        calls[path] = calls.get(path, 0) + 1
+        with capture.session.guarded(operator):
+            _record(capture, operator, "in.0", args[0] if args else kwargs.get("t"), "rope")
+        result = function(*args, **kwargs)
+        with capture.session.guarded(operator):
+            _record(capture, operator, "out.0", result, "rope")
+        return result
+
+    return tapped
+
+
+def _rope_dynamic(operator: str) -> Tap:
+    """Dynamic path: writes into its argument, so the input is read before and the output after."""
+
+    def make(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def tapped(context: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if _active(capture):
+                with capture.session.guarded(operator):
+                    _record(capture, operator, "in.0", tensor, "rope")
+            result = function(context, tensor, *args, **kwargs)
+            if _active(capture):
+                with capture.session.guarded(operator):
+                    _record(capture, operator, "out.0", result, "rope")
+            return result
+
+        return tapped
+
+    return make
+
+
+def _rope_fused(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def tapped(context: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _active(capture):
+            with capture.session.guarded("rope"):
+                _record(capture, "rope.q", "in.0", query, "rope")
+                _record(capture, "rope.k", "in.0", key, "rope")
+        result = function(context, query, key, *args, **kwargs)
+        if _active(capture):
+            with capture.session.guarded("rope"):
+                _record(capture, "rope.q", "out.0", result[0], "rope")
+                _record(capture, "rope.k", "out.0", result[1], "rope")
+        return result
+
+    return tapped
+
+
+def _core_site(capture: Capture, port: str) -> str:
+    return f"{capture.session.current_path()}.core_attention:{port}"
+
+
+def _kv_write(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The key and value of each new row as they are written to the cache: inputs 1 and 2 of core attention."""
+
+    @functools.wraps(function)
+    def tapped(context: Any, layer_number: int, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any) -> Any:
+        if _active(capture):
+            with capture.session.guarded("kv_write"):
+                for port, tensor in (("in.1", key), ("in.2", value)):
+                    if isinstance(tensor, torch.Tensor):
+                        capture.session.record(
+                            _core_site(capture, port), tensor, semantic="core_attention", flatten=True
+                        )
+        return function(context, layer_number, key, value, *args, **kw)
+
+    return tapped
+
+
+def _core_attention(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamic engine: the ``core_attention`` module never runs; this method does its work."""
+
+    @functools.wraps(function)
+    def tapped(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _active(capture):
+            with capture.session.guarded("core_attention:in"):
+                capture.session.record(_core_site(capture, "in"), query, semantic="core_attention", flatten=True)
+        result = function(module, query, *args, **kwargs)
+        if _active(capture):
+            with capture.session.guarded("core_attention:out"):
+                capture.session.record(_core_site(capture, "out"), result, semantic="core_attention", flatten=True)
+        return result
+
+    return tapped
+
+
+# ---- residual adds ------------------------------------------------------------------------------------------------
+def _residual(capture: Capture, operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``get_bias_dropout_add`` returns the function that adds; tap that one."""
+
+    @functools.wraps(function)
+    def make(*outer: Any, **outer_kwargs: Any) -> Any:
+        add = function(*outer, **outer_kwargs)
+
+        def tapped(x_with_bias: Any, residual: Any, *args: Any, **kwargs: Any) -> Any:
+            if _active(capture):
+                with capture.session.guarded(operator):
+                    branch = x_with_bias[0] if isinstance(x_with_bias, tuple) else x_with_bias
+                    _record(capture, operator, "in.0", branch, "residual")
+                    _record(capture, operator, "in.1", residual, "residual")
+            result = add(x_with_bias, residual, *args, **kwargs)
+            if _active(capture):
+                with capture.session.guarded(operator):
+                    _record(capture, operator, "out.0", result, "residual")
+            return result
+
+        return tapped
+
+    return make
+
+
+# ---- mixture of experts -------------------------------------------------------------------------------------------
+def _gating(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def tapped(inp: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _active(capture):
+            with capture.session.guarded("router.gating"):
+                _record(capture, "router.gating", "in.0", inp)
+        result = function(inp, *args, **kwargs)
+        if _active(capture):
+            with capture.session.guarded("router.gating"):
+                _record(capture, "router.gating", "out.0", result)
+        return result
+
+    return tapped
+
+
+def _topk(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def tapped(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _active(capture):
+            with capture.session.guarded("router.topk"):
+                _record(capture, "router.topk", "in.0", logits)
+        result = function(logits, *args, **kwargs)
+        if _active(capture):
+            with capture.session.guarded("router.topk"):
+                for index, value in enumerate(result):
+                    _record(capture, "router.topk", f"out.{index}", value)
+        return result
+
+    return tapped
+
+
+def _permute(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Also learns which token and expert each permuted row belongs to."""
+
+    @functools.wraps(function)
+    def tapped(tokens: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _active(capture):
+            with capture.session.guarded("permute"):
+                _record(capture, "permute", "in.0", tokens)
+        result = function(tokens, routing_map, *args, **kwargs)
+        if _active(capture):
+            with capture.session.guarded("permute"):
+                path = capture.session.current_path()
+                pairs = routing_map.bool().T.nonzero()  # expert-major: the order of the permuted rows
+                if len(pairs) == result[0].shape[0]:
+                    found = Permutation(pairs[:, 1].cpu().numpy(), pairs[:, 0].cpu().numpy())
+                    set_permutation(capture.session, path, found)
+                record_expert_rows(capture.session, f"{path}/permute:out.0", result[0], SiteKind.TAP, "permute")
+        return result
+
+    return tapped
+
+
+def _unpermute(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def tapped(permuted: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        path = capture.session.current_path()
+        if _active(capture):
+            with capture.session.guarded("unpermute"):
+                record_expert_rows(capture.session, f"{path}/unpermute:in.0", permuted, SiteKind.TAP, "unpermute")
+        result = function(permuted, *args, **kwargs)
+        if _active(capture):
+            with capture.session.guarded("unpermute"):
+                _record(capture, "unpermute", "out.0", result)
+        return result
+
+    return tapped
+
+
+_ATTENTION = "megatron.core.transformer.attention"
+_DYNAMIC = "megatron.core.inference.contexts.dynamic_context:DynamicInferenceContext"
+_ROUTER = "megatron.core.transformer.moe.router"
+_DISPATCH = "megatron.core.transformer.moe.token_dispatcher"
+
+#: (owner as "module" or "module:Class", attribute, tap). The owner is where the name is looked up when it runs.
+_TABLE: tuple[tuple[str, str, Tap], ...] = (
+    (f"{_ATTENTION}:SelfAttention", "get_query_key_value_tensors", _qkv),
+    (_ATTENTION, "apply_rotary_pos_emb", _rope),
+    (_DYNAMIC, "apply_rotary_emb_query", _rope_dynamic("rope.q")),
+    (_DYNAMIC, "apply_rotary_emb_key", _rope_dynamic("rope.k")),
+    (_DYNAMIC, "apply_fused_qk_rotary_emb", _rope_fused),
+    (_DYNAMIC, "append_key_value_cache", _kv_write),
+    (f"{_ATTENTION}:Attention", "flash_decode_and_prefill", _core_attention),
+    (_ROUTER, "router_gating_linear", _gating),
+    (_ROUTER, "topk_routing_with_score_function", _topk),
+    (_DISPATCH, "permute", _permute),
+    (_DISPATCH, "unpermute", _unpermute),
+)
