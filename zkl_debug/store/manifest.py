@@ -1,0 +1,212 @@
+"""The manifest: written last, so that its presence says the capture is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zkl_debug.errors import CaptureInvalid
+from zkl_debug.schema import FORMAT, FORMAT_VERSION, Json
+from zkl_debug.store.layout import MANIFEST, encode_json, part_path
+from zkl_debug.store.segment import Summary
+
+#: Fields computed here; extra fields given by the caller cannot replace them.
+RESERVED = frozenset(
+    {"format", "version", "side", "world", "complete", "repaired", "segments", "counts", "sites", "meta", "notes"}
+)
+_MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class SegmentEntry:
+    """A closed segment and where it is."""
+
+    rank: int
+    segment: int
+    path: Path
+    summary: Summary
+
+
+def build_manifest(
+    *,
+    side: str,
+    world: int,
+    meta: Mapping[str, Json],
+    segments: Iterable[SegmentEntry],
+    notes: Iterable[str] = (),
+    extra: Mapping[str, Json] | None = None,
+    reason: str = "",
+) -> dict[str, Json]:
+    """A manifest (or one rank's part of it) of closed segments.
+
+    Args:
+        side, world, meta: of the capture.
+        segments: closed segments, in order.
+        notes: remarks for the reader.
+        extra: further fields; those of :data:`RESERVED` are ignored, except ``notes``, which are added.
+        reason: why the capture is incomplete; empty for a complete one.
+    """
+    entries = list(segments)
+    more = dict(extra or {})
+    manifest: dict[str, Json] = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "side": side,
+        "world": world,
+        "complete": not reason,
+    }
+    if reason:
+        manifest |= {"repaired": True, "reason": reason}
+    manifest["segments"] = [_segment_json(entry) for entry in entries]
+    sites = _coverage(entry.summary for entry in entries)
+    manifest["counts"] = {
+        "frames": sum(e.summary.frames for e in entries),
+        "rows": sum(e.summary.rows for e in entries),
+        "events": sum(e.summary.events for e in entries),
+        "states": sum(e.summary.states for e in entries),
+        **_site_counts(sites),
+    }
+    manifest["sites"] = sites
+    manifest["meta"] = dict(meta)
+    manifest["notes"] = [*notes, *more.pop("notes", [])]
+    return manifest | {key: value for key, value in more.items() if key not in RESERVED}
+
+
+def _segment_json(entry: SegmentEntry) -> dict[str, Json]:
+    return {
+        "rank": entry.rank,
+        "segment": entry.segment,
+        "file": entry.path.name,
+        "bytes": entry.path.stat().st_size,
+        "frames": entry.summary.frames,
+        "rows": entry.summary.rows,
+        "check": entry.summary.check,
+    }
+
+
+def _coverage(summaries: Iterable[Summary]) -> dict[str, dict[str, Json]]:
+    sites: dict[str, dict[str, Json]] = {}
+    for summary in summaries:
+        for entry in summary.sites:
+            info = entry["site"]
+            have = sites.setdefault(
+                info["name"],
+                {
+                    "torch_dtype": info["torch_dtype"],
+                    "row_shape": info["row_shape"],
+                    "rows": 0,
+                    "payload_rows": 0,
+                    "payload_bytes": 0,
+                    "payload_dropped_rows": 0,
+                },
+            )
+            have["rows"] += entry["rows"]
+            have["payload_dropped_rows"] += entry["dropped"]
+            rows = entry.get("payload_rows", 0)
+            have["payload_rows"] += rows
+            have["payload_bytes"] += rows * payload_row_bytes(entry)
+    return sites
+
+
+def payload_row_bytes(entry: Mapping[str, Json]) -> int:
+    """Bytes of one payload row of a site index entry, 0 without payload."""
+    if "payload_dtype" not in entry:
+        return 0
+    return int(entry["payload_width"]) * int(entry["payload_dtype"][-1])
+
+
+def _site_counts(sites: Mapping[str, Mapping[str, Json]]) -> dict[str, int]:
+    return {
+        "sites": len(sites),
+        "digests": sum(s["rows"] for s in sites.values()),
+        "payload_rows": sum(s["payload_rows"] for s in sites.values()),
+        "payload_bytes": sum(s["payload_bytes"] for s in sites.values()),
+        "payload_dropped_rows": sum(s["payload_dropped_rows"] for s in sites.values()),
+    }
+
+
+def write_json(path: Path, document: Mapping[str, Json]) -> None:
+    """Write a JSON document so that the file is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    text = json.dumps(json.loads(encode_json(document)), indent=1, ensure_ascii=False)
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8", errors="replace")
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON document of a capture folder.
+
+    Raises:
+        CaptureInvalid: when the file is a link, too large, or not JSON.
+    """
+    if path.is_symlink() or not path.is_file():
+        raise CaptureInvalid(f"{path} is not a regular file", "a file inside the capture folder")
+    if path.stat().st_size > _MAX_BYTES:
+        raise CaptureInvalid(f"{path} has {path.stat().st_size} bytes", f"at most {_MAX_BYTES}")
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CaptureInvalid(
+            f"{path} is not JSON: {error}", "a manifest written by zkl-debug", f"zkl-debug repair {path.parent}"
+        ) from None
+
+
+def finalize_manifest(root: Path, world: int) -> Path:
+    """Merge the parts that the ranks of a capture left into ``manifest.json``.
+
+    Call it once, after every rank has closed its writer.
+
+    Raises:
+        CaptureInvalid: when a rank's part is missing or the parts disagree about the side or world size.
+    """
+    parts: list[dict[str, Json]] = []
+    for rank in range(world):
+        path = part_path(root, rank)
+        if not path.exists():
+            raise CaptureInvalid(
+                f"{path} is missing", f"one part for each of {world} ranks", f"zkl-debug repair {root}"
+            )
+        part = read_json(path)
+        if part.get("world") != world or part.get("side") != (parts or [part])[0].get("side"):
+            raise CaptureInvalid(f"{path} belongs to another capture", f"side and world of {part_path(root, 0)}")
+        parts.append(part)
+    manifest = merge_parts(parts)
+    write_json(root / MANIFEST, manifest)
+    for rank in range(world):
+        part_path(root, rank).unlink()
+    return root / MANIFEST
+
+
+def merge_parts(parts: list[dict[str, Json]]) -> dict[str, Json]:
+    """One manifest from those of the ranks; fields outside the format are taken from the lowest rank that has them."""
+    merged: dict[str, Json] = {}
+    for part in reversed(parts):
+        merged |= part
+    merged["complete"] = all(part["complete"] for part in parts)
+    merged["segments"] = [segment for part in parts for segment in part["segments"]]
+    merged["notes"] = list(dict.fromkeys(note for part in parts for note in part["notes"]))
+    sites: dict[str, dict[str, Json]] = {}
+    for part in parts:
+        for name, site in part["sites"].items():
+            have = sites.setdefault(name, {**site, **dict.fromkeys(_SUMMED, 0)})
+            for key in _SUMMED:
+                have[key] += site[key]
+    merged["sites"] = sites
+    merged["counts"] = {
+        **{key: sum(part["counts"][key] for part in parts) for key in ("frames", "rows", "events", "states")},
+        **_site_counts(sites),
+    }
+    return merged
+
+
+_SUMMED = ("rows", "payload_rows", "payload_bytes", "payload_dropped_rows")

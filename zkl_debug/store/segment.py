@@ -1,0 +1,448 @@
+"""Writing one HDF5 segment: columns that stay small until they fill a chunk, then grow in place.
+
+A column that never fills a chunk is written once, contiguous and of its exact size, when the segment closes. One that
+does becomes a chunked dataset without filters whose chunks are allocated by HDF5 and filled with plain positioned
+writes, so that every payload byte goes to the file once, when its frame is written, at an offset the log can record.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from h5py import h5a, h5d, h5g, h5p, h5s, h5t
+from numpy.typing import NDArray
+
+from zkl_debug.schema import (
+    EVENT_DTYPE,
+    FORMAT,
+    FORMAT_VERSION,
+    FRAME_DTYPE,
+    ROW_DTYPE,
+    U64,
+    EventRecord,
+    Json,
+    SiteMeta,
+    StateRecord,
+)
+from zkl_debug.store.layout import (
+    CHUNK_BYTES,
+    INDEX_CHUNK_BYTES,
+    StoreError,
+    chunk_rows,
+    encode_json,
+    fold_blocks,
+    fold_hex,
+    segment_check,
+    site_to_json,
+)
+
+Extents = tuple[tuple[int, int], ...]
+
+
+def write_at(fd: int, data: NDArray[Any], offset: int) -> None:
+    """Write an array's bytes at a file offset, all of them."""
+    view = memoryview(data.reshape(-1).view(np.uint8))
+    while view:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def _create(parent: Any, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], chunk: int = 0) -> Any:
+    kind = h5t.py_create(dtype, logical=True)
+    if not chunk:
+        return h5d.create(parent, name.encode(), kind, h5s.create_simple(shape))
+    plist = h5p.create(h5p.DATASET_CREATE)
+    plist.set_chunk((chunk, *shape[1:]))
+    plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    plist.set_fill_time(h5d.FILL_TIME_NEVER)
+    return h5d.create(parent, name.encode(), kind, h5s.create_simple(shape, (h5s.UNLIMITED, *shape[1:])), plist)
+
+
+def put_array(parent: Any, name: str, data: NDArray[Any]) -> None:
+    """Write a contiguous dataset of exactly ``data``."""
+    data = np.ascontiguousarray(data)
+    dset = _create(parent, name, data.dtype, data.shape)
+    if data.size:
+        dset.write(h5s.ALL, h5s.ALL, data)
+
+
+def put_json(parent: Any, name: str, value: Json) -> None:
+    """Write JSON as a uint8 dataset."""
+    put_array(parent, name, np.frombuffer(encode_json(value), np.uint8))
+
+
+_SCALAR = h5s.create(h5s.SCALAR)
+
+
+def put_attr(parent: Any, name: str, value: str | int | Sequence[int]) -> None:
+    """Write an attribute: a fixed-length UTF-8 string, an int64 or an int64 array."""
+    if isinstance(value, str):
+        raw = value.encode("utf-8", "replace")
+        kind = h5t.C_S1.copy()
+        kind.set_size(max(1, len(raw)))
+        kind.set_cset(h5t.CSET_UTF8)
+        kind.set_strpad(h5t.STR_NULLPAD)
+        attr = h5a.create(parent, name.encode(), kind, _SCALAR)
+        attr.write(np.array(raw, dtype=f"S{max(1, len(raw))}"), mtype=kind)
+        return
+    data = np.array(value, dtype="<i8")
+    space = _SCALAR if data.ndim == 0 else h5s.create_simple(data.shape)
+    attr = h5a.create(parent, name.encode(), h5t.STD_I64LE, space)
+    if data.size:
+        attr.write(data)
+
+
+class Column:
+    """A dataset that grows along its first axis.
+
+    Args:
+        file: the segment's HDF5 file.
+        fd: file descriptor of the same file.
+        parent: HDF5 group identifier.
+        name: dataset name.
+        dtype, row_shape: of one row.
+        chunk_bytes: size of a chunk.
+        write_through: once there is a chunk, rows go to the file at once instead of by full chunks.
+    """
+
+    def __init__(
+        self,
+        file: Any,
+        fd: int,
+        parent: Any,
+        name: str,
+        dtype: np.dtype[Any],
+        row_shape: tuple[int, ...],
+        *,
+        chunk_bytes: int = INDEX_CHUNK_BYTES,
+        write_through: bool = False,
+    ) -> None:
+        self._file, self._fd, self._parent, self._name = file, fd, parent, name
+        self.dtype, self.row_shape = dtype, row_shape
+        self.row_bytes = dtype.itemsize * int(np.prod(row_shape, dtype=np.int64))
+        self._chunk_rows = chunk_rows(self.row_bytes, chunk_bytes)
+        self._write_through = write_through
+        self._buffer = np.empty((0, *row_shape), dtype)
+        self._buffered = 0
+        self._written = 0
+        self._dset: Any = None
+        self._chunk_offset = -1
+        self._blocks: list[U64] = []
+        self._total = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows so far."""
+        return self._written + self._buffered
+
+    def append(self, data: NDArray[Any]) -> Extents:
+        """Add rows [n, *row_shape]; returns where in the file they went, or nothing for rows that are only buffered."""
+        if self._dset is None:
+            if self._buffered + len(data) < self._chunk_rows:
+                self._keep(data)
+                return ()
+            self._dset = _create(self._parent, self._name, self.dtype, (0, *self.row_shape), self._chunk_rows)
+            if self._write_through:
+                self._put(self._take())
+        if self._write_through:
+            return self._put(data)
+        while len(data):
+            count = min(self._chunk_rows - self._buffered, len(data))
+            if count == self._chunk_rows:
+                self._put(data[:count])
+            else:
+                self._keep(data[:count])
+                if self._buffered == self._chunk_rows:
+                    self._put(self._take())
+            data = data[count:]
+        return ()
+
+    def finish(self) -> None:
+        """Write what is buffered and fix the dataset's size."""
+        if self._dset is None:
+            data = self._take()
+            self._note(data)
+            put_array(self._parent, self._name, data)
+            self._written = len(data)
+            return
+        self._put(self._take())
+        self._dset.set_extent((self._written, *self.row_shape))
+
+    def check(self) -> str:
+        """Check value of all rows of a column that is not ``write_through``; call it after :meth:`finish`."""
+        blocks = np.concatenate(self._blocks) if self._blocks else np.zeros((0, 2), np.uint64)
+        return fold_hex(blocks, self._total * self.row_bytes)
+
+    def _note(self, data: NDArray[Any]) -> None:
+        self._total += len(data)
+        if not self._write_through:
+            self._blocks.append(fold_blocks(data))
+
+    def _keep(self, data: NDArray[Any]) -> None:
+        end = self._buffered + len(data)
+        if end > len(self._buffer):
+            grown = np.empty((min(self._chunk_rows, max(end, 2 * len(self._buffer))), *self.row_shape), self.dtype)
+            grown[: self._buffered] = self._buffer[: self._buffered]
+            self._buffer = grown
+        self._buffer[self._buffered : end] = data
+        self._buffered = end
+
+    def _take(self) -> NDArray[Any]:
+        data = self._buffer[: self._buffered]
+        self._buffered = 0
+        if self._write_through:
+            self._buffer = np.empty((0, *self.row_shape), self.dtype)
+        return data
+
+    def _put(self, data: NDArray[Any]) -> Extents:
+        extents: list[tuple[int, int]] = []
+        data = np.ascontiguousarray(data)
+        self._note(data)
+        while len(data):
+            inside = self._written % self._chunk_rows
+            count = min(self._chunk_rows - inside, len(data))
+            if inside == 0:
+                self._chunk_offset = self._allocate(self._written + count)
+            offset = self._chunk_offset + inside * self.row_bytes
+            write_at(self._fd, data[:count], offset)
+            if extents and sum(extents[-1]) == offset:
+                extents[-1] = (extents[-1][0], extents[-1][1] + count * self.row_bytes)
+            else:
+                extents.append((offset, count * self.row_bytes))
+            self._written += count
+            data = data[count:]
+        return tuple(extents)
+
+    def _allocate(self, rows: int) -> int:
+        """Extend the dataset into a new chunk and return the chunk's byte offset in the file."""
+        before = self._file.id.get_filesize()
+        self._dset.set_extent((rows, *self.row_shape))
+        if self._file.id.get_filesize() - before == self._chunk_rows * self.row_bytes:
+            return int(before)  # HDF5 extended the file by just this chunk
+        corner = (self._written, *(0 for _ in self.row_shape))
+        offset = self._dset.get_chunk_info_by_coord(corner).byte_offset
+        if offset is None:
+            raise StoreError(f"HDF5 did not allocate a chunk of {self._name}")
+        return int(offset)
+
+
+@dataclass
+class Site:
+    """A site within a segment: its columns and counts. ``index`` is its number in the capture."""
+
+    index: int
+    meta: SiteMeta
+    group: Any
+    row: Column
+    digest: Column
+    payload: Column | None = None
+    payload_row: list[NDArray[np.uint32]] | None = None  # set once the payload is not that of the first rows
+    dropped: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """One site's part of a frame, checked and filed under a site index; see :class:`zkl_debug.schema.SiteBlock`."""
+
+    index: int
+    meta: SiteMeta
+    row: NDArray[np.uint32]
+    digest: U64
+    payload: NDArray[Any] | None
+    dropped: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes in the segment."""
+        return self.row.nbytes + self.digest.nbytes + (0 if self.payload is None else self.payload.nbytes)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a closed segment holds; ``sites`` is its site index as stored in the file."""
+
+    frames: int
+    rows: int
+    events: int
+    states: int
+    check: str
+    sites: list[dict[str, Json]]
+
+
+class SegmentWriter:
+    """One open HDF5 segment.
+
+    Args:
+        path: file to create; must not exist.
+        header: root attributes: side, rank, world, segment, meta.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Json]) -> None:
+        self.path = path
+        self._file = h5py.File(path, "x", libver="earliest")
+        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        root = self._file.id
+        put_attr(root, "format", FORMAT)
+        put_attr(root, "version", FORMAT_VERSION)
+        put_attr(root, "side", str(header["side"]))
+        for key in ("rank", "world", "segment"):
+            put_attr(root, key, int(header[key]))
+        put_json(root, "meta", header["meta"])
+        self._sites_group = h5g.create(root, b"sites")
+        self._frames = Column(self._file, self._fd, root, "frames", FRAME_DTYPE, ())
+        self._rows = Column(self._file, self._fd, root, "rows", ROW_DTYPE, ())
+        self._sites: dict[int, Site] = {}
+        self._events: list[EventRecord] = []
+        self._states: dict[int, list[StateRecord]] = {}
+        self.nbytes = 0
+        self.header = dict(header)
+
+    @property
+    def frames(self) -> int:
+        """Frames so far."""
+        return self._frames.rows
+
+    def has_site(self, index: int) -> bool:
+        """Whether the site already has data in this segment."""
+        return index in self._sites
+
+    def add_frame(self, frame: NDArray[Any], rows: NDArray[Any], blocks: Sequence[Block]) -> list[Extents]:
+        """Add a frame; returns for every block where its payload went, empty for payload that is only buffered."""
+        base = self._rows.rows
+        extents = [self._add_block(block, base) for block in blocks]
+        self._rows.append(rows)
+        self._frames.append(frame)
+        self.nbytes += rows.nbytes + frame.nbytes
+        return extents
+
+    def _site(self, block: Block) -> Site:
+        site = self._sites.get(block.index)
+        if site is None:
+            group = h5g.create(self._sites_group, f"{block.index:05d}".encode())
+            row = Column(self._file, self._fd, group, "row", np.dtype("<u4"), ())
+            digest = Column(self._file, self._fd, group, "digest", np.dtype("<u8"), (2,))
+            site = self._sites[block.index] = Site(block.index, block.meta, group, row, digest)
+        return site
+
+    def _add_block(self, block: Block, base: int) -> Extents:
+        site = self._site(block)
+        first = site.row.rows
+        site.row.append(block.row + np.uint32(base))
+        site.digest.append(block.digest)
+        site.dropped += block.dropped
+        self.nbytes += block.nbytes
+        if block.payload is None:
+            return ()
+        if site.payload is None:
+            width = (block.payload.shape[1],)
+            site.payload = Column(
+                self._file,
+                self._fd,
+                site.group,
+                "payload",
+                block.payload.dtype,
+                width,
+                chunk_bytes=CHUNK_BYTES,
+                write_through=True,
+            )
+        have = site.payload.rows
+        if site.payload_row is None and have != first:
+            site.payload_row = [np.arange(have, dtype=np.uint32)]
+        if site.payload_row is not None:
+            site.payload_row.append(np.arange(first, first + len(block.row), dtype=np.uint32))
+        return site.payload.append(block.payload)
+
+    def add_event(self, event: EventRecord) -> None:
+        """Add an event."""
+        self._events.append(event)
+
+    def add_state(self, event_seq: int, records: Sequence[StateRecord]) -> None:
+        """Add records to the state snapshot of an event."""
+        self._states.setdefault(event_seq, []).extend(records)
+
+    def close(self) -> Summary:
+        """Write everything that is left and close the file; returns what the manifest says of it."""
+        root = self._file.id
+        self._frames.finish()
+        self._rows.finish()
+        index = [self._close_site(site) for site in sorted(self._sites.values(), key=lambda s: s.index)]
+        self._close_events(root)
+        self._close_states(root)
+        checks = {"frames": self._frames.check(), "rows": self._rows.check()}
+        put_json(root, "index", index)
+        put_json(root, "check", checks)
+        self._file.close()
+        os.close(self._fd)
+        return Summary(
+            frames=self._frames.rows,
+            rows=self._rows.rows,
+            events=len(self._events),
+            states=sum(len(records) for records in self._states.values()),
+            check=segment_check(encode_json(index), **checks),
+            sites=index,
+        )
+
+    def _close_site(self, site: Site) -> dict[str, Json]:
+        site.row.finish()
+        site.digest.finish()
+        info = site_to_json(site.meta)
+        for key, value in info.items():
+            put_attr(site.group, key, value)
+        entry: dict[str, Json] = {
+            "index": site.index,
+            "site": info,
+            "rows": site.row.rows,
+            "dropped": site.dropped,
+            "check_row": site.row.check(),
+            "check_digest": site.digest.check(),
+        }
+        if site.payload is not None:
+            site.payload.finish()
+            entry |= {
+                "payload_rows": site.payload.rows,
+                "payload_dtype": site.payload.dtype.str,
+                "payload_width": site.payload.row_shape[0],
+            }
+            if site.payload_row is not None:
+                put_array(site.group, "payload_row", np.concatenate(site.payload_row))
+                entry["payload_sparse"] = True
+        return entry
+
+    def _close_events(self, root: Any) -> None:
+        table = np.zeros(len(self._events), EVENT_DTYPE)
+        for i, event in enumerate(self._events):
+            table[i] = (event.event_seq, event.step, event.weight_version, event.frame)
+        put_array(root, "events", table)
+        put_json(root, "events_detail", [{"name": e.name, "detail": dict(e.detail)} for e in self._events])
+
+    def _close_states(self, root: Any) -> None:
+        group = h5g.create(root, b"state")
+        for seq, records in self._states.items():
+            sub = h5g.create(group, str(seq).encode())
+            put_array(sub, "digest", np.array([r.digest for r in records], "<u8").reshape(-1, 2))
+            put_array(sub, "data_ptr", np.array([r.data_ptr for r in records], "<u8"))
+            put_json(
+                sub,
+                "records",
+                [
+                    {
+                        "name": r.name,
+                        "kind": r.kind,
+                        "torch_dtype": r.torch_dtype,
+                        "shape": list(r.shape),
+                        "detail": dict(r.detail),
+                    }
+                    for r in records
+                ],
+            )
+
+    def abandon(self) -> None:
+        """Close the file as it is; it is not a valid segment, the log has what is needed to rebuild it."""
+        self._file.close()
+        os.close(self._fd)
