@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 from zkl_debug.errors import UsageError
 
@@ -30,6 +31,7 @@ def repeats_for(visibility: float, error_bound: float, conclusions: int) -> int:
     return max(1, math.ceil(math.log(error_bound / conclusions) / math.log1p(-visibility)))
 
 
+@cache
 def visibility_bound(seen: int, runs: int, confidence: float = 0.95) -> float:
     """Lower confidence bound (Clopper-Pearson) of the visibility, from ``seen`` mismatches in ``runs`` runs.
 

@@ -54,12 +54,19 @@ class Policy:
 
 
 class Need(Exception):  # noqa: N818 - control flow, not an error
-    """The replay stopped at a run nobody made yet."""
+    """The replay stopped at a run nobody made yet.
 
-    def __init__(self, request: Request, prior: float) -> None:
+    Attributes:
+        request: the run.
+        prior: probability that it comes out zero, for ranking speculation only.
+        left: further repeats a zero of this one would call for.
+    """
+
+    def __init__(self, request: Request, prior: float, left: int = 0) -> None:
         super().__init__(request)
         self.request = request
-        self.prior = prior  # probability that it comes out zero
+        self.prior = prior
+        self.left = left
 
 
 class Replay:
@@ -85,10 +92,7 @@ class Replay:
 
     def size_repeats(self) -> None:
         """Fix the number of repeats, measuring the visibility on all-off when the policy asks for it."""
-        runs = [
-            self._fetch(Request(self.space.bottom, i, False, Purpose.CALIBRATION), 0.1)
-            for i in range(self.policy.calibrate)
-        ]
+        runs = [self._fetch((self.space.bottom, False, i), Purpose.CALIBRATION) for i in range(self.policy.calibrate)]
         judged = [r for r in runs if r.outcome in (Outcome.ZERO, Outcome.MISMATCH)]
         seen = sum(r.outcome is Outcome.MISMATCH for r in judged)
         if judged:
@@ -114,8 +118,7 @@ class Replay:
         assert self.space.is_valid(on), f"proposed an invalid configuration: {sorted(on)}"
         answer = Observation(Outcome.ZERO)
         for repeat in range(self.repeats):
-            prior = _PRIOR[purpose] if repeat == 0 else max(0.9, _PRIOR[purpose])
-            answer = self._fetch(Request(on, repeat, use_wide, purpose), prior)
+            answer = self._fetch((on, use_wide, repeat), purpose)
             if answer.outcome is not Outcome.ZERO:
                 break
         answer = self._follow(answer)
@@ -151,11 +154,14 @@ class Replay:
             return replace(answer, outcome=Outcome.UNTESTABLE, reason=reason)
         return answer
 
-    def _fetch(self, request: Request, prior: float) -> Observation:
-        found = self.known.get(request.key)
+    def _fetch(self, key: RunKey, purpose: Purpose) -> Observation:
+        found = self.known.get(key)
         if found is None:
-            raise Need(request, prior)
-        if request.key not in self._counted:
-            self._counted.add(request.key)
-            self.runs[request.purpose.value] += 1
+            config, wide, repeat = key
+            prior = _PRIOR[purpose] if repeat == 0 or purpose is Purpose.CALIBRATION else max(0.9, _PRIOR[purpose])
+            left = 0 if purpose is Purpose.CALIBRATION else self.repeats - 1 - repeat
+            raise Need(Request(config, repeat, wide, purpose), prior, left)
+        if key not in self._counted:
+            self._counted.add(key)
+            self.runs[purpose.value] += 1
         return found

@@ -10,6 +10,7 @@ import heapq
 import itertools
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from zkl_debug.bisect.outcome import Observation, Outcome, Purpose, Request, RunKey
 from zkl_debug.bisect.phases import Endpoints, Replacement, endpoints, minimise, replacements, smallest_prefixes
@@ -77,7 +78,11 @@ class Search:
         """Take in the outcome of a run. A run that is known already must not be told again."""
         assert request.key not in self._known, f"told twice: {sorted(request.config)}"
         self._known[request.key] = observation
-        self._step = None
+        step, self._step = self._step, None
+        if isinstance(step, Need) and step.request.key == request.key and observation.outcome is Outcome.ZERO:
+            follow = replace(step.request, repeat=request.repeat + 1)
+            if step.left and follow.key not in self._known:
+                self._step = Need(follow, max(0.9, step.prior), step.left - 1)  # what the replay would come to
 
     def knows(self, request: Request) -> bool:
         """Whether the run was told already."""

@@ -130,6 +130,16 @@ class Space:
 
     def is_valid(self, config: Config) -> bool:
         """Whether ``config`` is closed under ``requires``, free of conflicts and respects what is held."""
+        known = self._validity.get(config)
+        if known is None:
+            known = self._validity[config] = self._is_valid(config)
+        return known
+
+    @cached_property
+    def _validity(self) -> dict[Config, bool]:
+        return {}
+
+    def _is_valid(self, config: Config) -> bool:
         return (
             self.closure(config) == config
             and not (self.rivals(config) & config)
