@@ -1,0 +1,127 @@
+"""What a bed is: a name, a model, a workload; and the options a run of it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zkl_debug.errors import UsageError
+
+SIDES = ("gen", "train")
+DTYPES = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Bed:
+    """A workload.
+
+    Attributes:
+        name: as used on the command line.
+        description: one line for listings.
+        model: keyword arguments of :class:`zkl_debug.engines.megatron.model.ModelSpec`.
+        dtypes: dtypes it runs in.
+    """
+
+    name: str
+    description: str
+    model: Mapping[str, Any]
+    dtypes: tuple[str, ...] = DTYPES
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """Names of the switches of its stack, in ladder order."""
+        from zkl_debug.stack import ladder
+
+        return tuple(s.name for s in ladder())
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Ids of the faults that can be put into it."""
+        from zkl_debug.beds.faults import FAULTS
+
+        return tuple(f.id for f in FAULTS.values() if self.name in f.beds)
+
+
+BEDS: dict[str, Bed] = {
+    b.name: b
+    for b in (
+        Bed(
+            "tiny-gpt",
+            "dense GPT, 4 layers, hidden 64, 4 heads in 2 KV groups; 8 prompts through the dynamic engine",
+            {"layers": 4},
+        ),
+        Bed(
+            "tiny-moe",
+            "the same with 8 experts, top-4, in layers 1-3 (all-to-all dispatcher, fp32 router)",
+            {"layers": 4, "experts": 8, "topk": 4, "dense_layers": 1},
+        ),
+    )
+}
+
+
+def bed(name: str) -> Bed:
+    """The bed of that name.
+
+    Raises:
+        UsageError: when there is none.
+    """
+    if name not in BEDS:
+        raise UsageError(f"no bed named {name!r}", f"one of {', '.join(BEDS)}", "zkl-debug beds")
+    return BEDS[name]
+
+
+@dataclass(frozen=True)
+class BedOptions:
+    """How one run of a bed is made. Everything is deterministic given these.
+
+    Attributes:
+        bed: name of the bed.
+        seed: weights and prompts.
+        dtype: ``fp32`` or ``bf16``.
+        stack: whole switch ladder on or off.
+        switches: single switches changed against ``stack``.
+        fault: id of the fault to put in, or None.
+        sides: which sides to run; ``train`` alone still needs ``sequences`` or a ``gen`` run before.
+        permute: 0, or a seed for the order of requests and of scored sequences.
+        neighbours: extra requests and scored sequences that share every batch with the others.
+        pad_multiple: padded scoring batches are widened to a multiple of this.
+        packing: score three sequences packed (needs the ``attention-reference`` switch; off without it).
+        pack_multiple: each packed sequence is padded to a multiple of this (1: no padding).
+        chunk: token budget of an engine step, hence longest prefill chunk; a multiple of 64.
+        chunked_prefill, prefix_caching: engine features.
+        micro_batch: sequences in a padded scoring batch.
+        reprefill: after generation, submit prompt + generated tokens as prompts.
+        greedy: greedy decoding; otherwise seeded sampling at temperature 1.
+        threads: torch threads during the run (restored afterwards); 0 leaves the process's setting.
+    """
+
+    bed: str = "tiny-gpt"
+    seed: int = 0
+    dtype: str = "bf16"
+    stack: bool = True
+    switches: Mapping[str, bool] = field(default_factory=dict)
+    fault: str | None = None
+    sides: tuple[str, ...] = SIDES
+    permute: int = 0
+    neighbours: int = 0
+    pad_multiple: int = 8
+    packing: bool = True
+    pack_multiple: int = 8
+    chunk: int = 64
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    micro_batch: int = 2
+    reprefill: bool = True
+    greedy: bool = True
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        known = bed(self.bed)
+        if self.dtype not in known.dtypes:
+            raise UsageError(f"bed {self.bed} has no dtype {self.dtype!r}", f"one of {', '.join(known.dtypes)}")
+        wrong = [s for s in self.sides if s not in SIDES]
+        if wrong or not self.sides:
+            raise UsageError(f"sides {', '.join(self.sides) or 'none'}", f"some of {', '.join(SIDES)}")
+        if self.chunk <= 0 or self.chunk % 64:
+            raise UsageError(f"chunk {self.chunk}", "a positive multiple of 64: mcore pads mixed steps to 64 tokens")

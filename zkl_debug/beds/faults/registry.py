@@ -1,0 +1,115 @@
+"""What a fault is, and the list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from zkl_debug.errors import UsageError
+
+if TYPE_CHECKING:
+    from zkl_debug.beds.bed import BedOptions
+    from zkl_debug.beds.run import BedContext
+
+Break = Callable[["BedContext"], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a diagnosis of the fault must say.
+
+    Attributes:
+        sites: glob patterns; the first differing site must match one of them. Empty: no site is to be blamed.
+        edge: ``score-prefill``, ``prefill-decode``, ``within-train`` ..., or empty when nothing differs.
+        kind: ``own``, ``uncaptured-state`` ..., or empty.
+        rule: what the affected rows have in common, in words.
+        explanation: the closed form or mechanism, in words.
+        verdict: ``diverged``, ``identical`` or ``refused``.
+    """
+
+    sites: tuple[str, ...] = ()
+    edge: str = ""
+    kind: str = ""
+    rule: str = ""
+    explanation: str = ""
+    verdict: str = "diverged"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A defect to put into a bed, with the stack on.
+
+    Attributes:
+        id: as in the catalogue.
+        title: one line.
+        source: where it happened to somebody.
+        beds, dtypes: where it applies.
+        sides: the sides it is on.
+        breaks: context manager factory; the defect is there inside.
+        answer: the known right answer.
+        options: fields of the bed's options it needs.
+        model: fields of the model spec it needs.
+    """
+
+    id: str
+    title: str
+    source: str
+    beds: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    sides: tuple[str, ...]
+    breaks: Break
+    answer: Answer
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    def side(self, name: str, context: BedContext) -> AbstractContextManager[None]:
+        """The defect round the work of one side, or nothing where it is not on that side."""
+        return self.breaks(context) if name in self.sides else nullcontext()
+
+    def adjust(self, options: BedOptions) -> BedOptions:
+        """``options`` with the fields this fault needs."""
+        return replace(options, **self.options) if self.options else options
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def register(*faults: Fault) -> None:
+    """Add to :data:`FAULTS`."""
+    for f in faults:
+        assert f.id not in FAULTS, f.id
+        FAULTS[f.id] = f
+
+
+def fault(name: str | None, bed: str, dtype: str) -> Fault:
+    """The fault of that id (None: nothing broken), checked against where it applies.
+
+    Raises:
+        UsageError: no such fault, or not for this bed or dtype.
+    """
+    found = FAULTS.get(name or "Z0")
+    if found is None:
+        raise UsageError(f"no fault {name!r}", f"one of {', '.join(FAULTS)}", "zkl-debug beds")
+    if bed not in found.beds or dtype not in found.dtypes:
+        where = f"beds {', '.join(found.beds)}, dtypes {', '.join(found.dtypes)}"
+        raise UsageError(f"fault {found.id} in bed {bed}, {dtype}", where)
+    return found
+
+
+BOTH_BEDS = ("tiny-gpt", "tiny-moe")
+BOTH_DTYPES = ("fp32", "bf16")
+
+register(
+    Fault(
+        "Z0",
+        "nothing is broken",
+        "",
+        BOTH_BEDS,
+        BOTH_DTYPES,
+        (),
+        lambda _context: nullcontext(),
+        Answer(verdict="identical"),
+    )
+)

@@ -1,0 +1,211 @@
+"""Running a bed: open it (backend, world, model, switches), then each side, generation first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zkl_debug.beds import workload
+from zkl_debug.beds.bed import Bed, BedOptions, bed
+from zkl_debug.beds.faults import Fault, fault
+from zkl_debug.errors import UsageError
+from zkl_debug.stack import Switch, resolve
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zkl_debug.engines.megatron.generation import DynamicGenerator, GenResult
+    from zkl_debug.engines.megatron.model import ModelSpec
+    from zkl_debug.engines.megatron.scoring import MicroBatch
+
+LogProbs = NDArray[np.float32]
+Sequences = Mapping[int, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class GenSide:
+    """What generation returned: the results in order of submission, and those of the re-prefill pass."""
+
+    results: tuple[GenResult, ...]
+    reprefill: tuple[GenResult, ...]
+    seconds: float
+
+    @property
+    def sequences(self) -> dict[int, tuple[int, ...]]:
+        """Prompt + generated tokens by sample."""
+        return {r.sample: r.tokens for r in self.results}
+
+
+@dataclass(frozen=True)
+class TrainSide:
+    """What scoring returned: log-probs of tokens 1..n-1 by sample, and the micro-batches they came from."""
+
+    log_probs: dict[int, LogProbs]
+    batches: tuple[MicroBatch, ...]
+    seconds: float
+
+
+@dataclass
+class BedContext:
+    """An open bed: the model, the generator, and what is switched on. Made by :func:`open_bed`."""
+
+    options: BedOptions
+    bed: Bed
+    spec: ModelSpec
+    model: nn.Module
+    generator: DynamicGenerator
+    switches: tuple[Switch, ...]
+    fault: Fault
+    sequences: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def packing(self) -> bool:
+        """Whether scoring packs: asked for, and possible with the attention that is in place."""
+        return self.options.packing and any(s.name == "attention-reference" for s in self.switches)
+
+    def side(self, name: str) -> AbstractContextManager[None]:
+        """The surroundings of one side (``gen`` or ``train``). A capture session goes inside it."""
+        return self.fault.side(name, self)
+
+    def run_gen(self) -> GenSide:
+        """Generate, then re-prefill. Repeatable; the first run defines the sequences that are scored."""
+        started = time.perf_counter()
+        results = self.generator.generate(workload.requests(self.options, self.spec.vocab))
+        again = self.generator.reprefill(results) if self.options.reprefill else []
+        done = GenSide(tuple(results), tuple(again), time.perf_counter() - started)
+        self.sequences = self.sequences or done.sequences
+        return done
+
+    def run_train(self, sequences: Sequences | None = None) -> TrainSide:
+        """Score ``sequences`` (tokens by sample), by default those that :meth:`run_gen` made.
+
+        Raises:
+            UsageError: when there is nothing to score.
+        """
+        from zkl_debug.engines.megatron import scoring
+
+        tokens = sequences or self.sequences
+        if not tokens:
+            raise UsageError("nothing to score", "sequences, or a gen run before the train run")
+        started = time.perf_counter()
+        batches = workload.micro_batches(self.options, tokens, packing=self.packing)
+        log_probs: dict[int, LogProbs] = {}
+        for batch in batches:
+            log_probs.update(zip(batch.samples, scoring.score_microbatch(self.model, batch), strict=True))
+        return TrainSide(log_probs, tuple(batches), time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class BedRun:
+    """Both sides of one run; either may be None when it was not asked for."""
+
+    options: BedOptions
+    gen: GenSide | None
+    train: TrainSide | None
+
+    def mismatches(self) -> dict[str, int]:
+        """Log-probs that are not bitwise equal, by comparison: ``prompt``, ``generated``, ``reprefill``, ``compared``."""
+        assert self.gen is not None
+        assert self.train is not None
+        count = {"prompt": 0, "generated": 0, "reprefill": 0, "compared": 0}
+        for result in self.gen.results:
+            scored = self.train.log_probs[result.sample]
+            cut = result.prompt_length - 1
+            for name, a, b in (
+                ("prompt", result.prompt_log_probs, scored[:cut]),
+                ("generated", result.generated_log_probs, scored[cut:]),
+            ):
+                known = ~np.isnan(a)
+                count[name] += int((a.view(np.uint32) != b.view(np.uint32))[known].sum())
+                count["compared"] += int(known.sum())
+        for result in self.gen.reprefill:
+            scored = self.train.log_probs[result.sample]
+            count["reprefill"] += int((result.log_probs.view(np.uint32) != scored.view(np.uint32)).sum())
+            count["compared"] += scored.size
+        return count
+
+    @property
+    def zero(self) -> bool:
+        """Whether every log-prob that both sides computed is bitwise equal."""
+        count = self.mismatches()
+        return not (count["prompt"] or count["generated"] or count["reprefill"])
+
+
+OnSide = Callable[[BedContext, str], AbstractContextManager[Any]]
+
+
+@contextmanager
+def open_bed(options: BedOptions) -> Iterator[BedContext]:
+    """Everything a run needs, set up inside the block and taken down after it: CPU backend, world, model, switches."""
+    known = bed(options.bed)
+    put_in = fault(options.fault, options.bed, options.dtype)
+    options = put_in.adjust(options)
+    switches = resolve(options.stack, options.switches)
+
+    from zkl_debug.engines.cpu import cpu_backend
+    from zkl_debug.engines.megatron import generation, model, world
+    from zkl_debug.stack.switches import applied
+
+    spec = model.ModelSpec(**{**known.model, **put_in.model})
+    with ExitStack() as stack:
+        stack.enter_context(_threads(options.threads))
+        stack.enter_context(cpu_backend())
+        stack.enter_context(world.world())
+        stack.enter_context(applied(switches))
+        built = model.build_model(spec, options.dtype, options.seed)
+        generator = generation.DynamicGenerator(built, _gen_config(options, spec.max_length))
+        yield BedContext(options, known, spec, built, generator, switches, put_in)
+
+
+def _gen_config(options: BedOptions, max_length: int) -> Any:
+    from zkl_debug.engines.megatron.generation import GenConfig
+
+    return GenConfig(
+        max_tokens=options.chunk if options.chunked_prefill else 256,
+        max_sequence_length=max_length,
+        chunked_prefill=options.chunked_prefill,
+        prefix_caching=options.prefix_caching,
+        greedy=options.greedy,
+        seed=options.seed,
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    if count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run_bed(options: BedOptions, on_side: OnSide | None = None, sequences: Sequences | None = None) -> BedRun:
+    """Run the sides of ``options.sides``, generation first.
+
+    Args:
+        options: the run.
+        on_side: called as ``on_side(context, side)`` for each side once its surroundings (switches, fault) are in place;
+            what it returns is entered round the side's work. This is where a capture session goes.
+        sequences: tokens by sample to score instead of the generated ones.
+    """
+    gen: GenSide | None = None
+    train: TrainSide | None = None
+    enter = on_side or (lambda _context, _side: nullcontext())
+    with open_bed(options) as context:
+        if "gen" in options.sides:
+            with context.side("gen"), enter(context, "gen"):
+                gen = context.run_gen()
+        if "train" in options.sides:
+            with context.side("train"), enter(context, "train"):
+                train = context.run_train(sequences)
+    return BedRun(options, gen, train)

@@ -1,0 +1,96 @@
+"""The requests of a bed and how their sequences are scored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from zkl_debug.beds.bed import BedOptions
+    from zkl_debug.engines.megatron.generation import Request
+    from zkl_debug.engines.megatron.scoring import MicroBatch
+
+#: Sample ids of neighbours start here: they share batches with the others, nothing more.
+NEIGHBOUR = 100
+#: Total length of the one sequence that is scored alone, without padding.
+ALONE_LENGTH = 33
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One request: prompt length, tokens to generate, engine step of arrival, shared prefix (sample, length)."""
+
+    prompt: int
+    generate: int
+    arrive: int = 0
+    prefix: tuple[int, int] | None = None
+
+
+# 3 is longer than a chunk; 5 joins while others decode and shares two KV blocks with 1; 2 has total length 33.
+PLANS: dict[int, Plan] = {
+    0: Plan(5, 6),
+    1: Plan(37, 9),
+    2: Plan(21, 12),
+    3: Plan(90, 8),
+    4: Plan(12, 14),
+    5: Plan(36, 7, arrive=4, prefix=(1, 33)),
+    6: Plan(8, 10),
+    7: Plan(40, 5),
+}
+_ALONE = (2,)
+_PACKED = (4, 5, 6)
+_PADDED = (0, 1, 3, 7)
+
+
+def requests(options: BedOptions, vocab: int) -> list[Request]:
+    """The requests of a run, in order of submission."""
+    from zkl_debug.engines.megatron.generation import Request
+
+    prompts: dict[int, tuple[int, ...]] = {}
+    for sample, plan in PLANS.items():
+        head = prompts[plan.prefix[0]][: plan.prefix[1]] if plan.prefix else ()
+        prompts[sample] = head + _tokens(options.seed, sample, plan.prompt - len(head), vocab)
+    made = [Request(s, prompts[s], plan.generate, plan.arrive) for s, plan in PLANS.items()]
+    for i in range(options.neighbours):
+        sample = NEIGHBOUR + i
+        made.append(Request(sample, _tokens(options.seed, sample, 7 + 5 * i, vocab), 4 + i, arrive=2 * i))
+    return _permuted(made, options.permute)
+
+
+def _tokens(seed: int, sample: int, count: int, vocab: int) -> tuple[int, ...]:
+    generator = np.random.default_rng([seed, sample])
+    return tuple(generator.integers(0, vocab, count).tolist())
+
+
+def _permuted[T](items: Sequence[T], seed: int) -> list[T]:
+    items = list(items)
+    if seed:
+        random.Random(seed).shuffle(items)
+    return items
+
+
+def micro_batches(options: BedOptions, sequences: Mapping[int, Sequence[int]], *, packing: bool) -> list[MicroBatch]:
+    """How ``sequences`` (tokens by sample) are scored, each exactly once: alone, packed, and in padded batches."""
+    from zkl_debug.engines.megatron import scoring
+
+    groups = [[s for s in group if s in sequences] for group in (_ALONE, _PACKED if packing else ())]
+    alone, packed = groups
+    padded = [s for s in (*_PADDED, *(() if packing else _PACKED)) if s in sequences]
+    padded += [s for s in sequences if s not in PLANS]
+    padded = _permuted(padded, options.permute)
+    packed = _permuted(packed, options.permute)
+
+    batches: list[MicroBatch] = []
+    for start in range(0, len(padded), options.micro_batch):
+        members = [(s, sequences[s]) for s in padded[start : start + options.micro_batch]]
+        batches.append(scoring.padded_batch(len(batches), members, multiple=options.pad_multiple))
+    for sample in alone:
+        batches.append(scoring.padded_batch(len(batches), [(sample, sequences[sample])]))
+    if packed:
+        members = [(s, sequences[s]) for s in packed]
+        batches.append(scoring.packed_batch(len(batches), members, multiple=options.pack_multiple))
+    return batches

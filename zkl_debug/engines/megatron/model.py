@@ -1,0 +1,131 @@
+"""Small real GPT models of megatron-core, dense and MoE, with weights that depend on a seed and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zkl_debug.engines.cpu import quiet
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Sizes of a model. ``experts == 0`` means dense; with experts the first ``dense_layers`` layers stay dense."""
+
+    layers: int = 4
+    hidden: int = 64
+    heads: int = 4
+    kv_groups: int = 2
+    ffn: int = 128
+    vocab: int = 128
+    max_length: int = 128
+    experts: int = 0
+    topk: int = 0
+    expert_ffn: int = 64
+    dense_layers: int = 0
+    tied_output: bool = False
+    dropout: float = 0.0
+
+
+def build_model(spec: ModelSpec, dtype: str, seed: int) -> nn.Module:
+    """A ``GPTModel`` of local spec in eval mode, weights from :func:`seed_weights`.
+
+    Args:
+        spec: sizes.
+        dtype: ``fp32`` or ``bf16``; the router computes in fp32 in both.
+        seed: weights seed. The process's RNG is not used.
+    """
+    with quiet():
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        config = _transformer_config(spec, DTYPES[dtype])
+        model = GPTModel(
+            config,
+            get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
+            vocab_size=spec.vocab,
+            max_sequence_length=spec.max_length,
+            position_embedding_type="rope",
+            parallel_output=False,
+            share_embeddings_and_output_weights=spec.tied_output,
+        )
+    if dtype == "bf16":
+        model = model.to(torch.bfloat16)
+    seed_weights(model, seed)
+    result: nn.Module = model.eval()
+    return result
+
+
+def _transformer_config(spec: ModelSpec, dtype: torch.dtype) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    moe: dict[str, Any] = {}
+    if spec.experts:
+        moe = {
+            "num_moe_experts": spec.experts,
+            "moe_router_topk": spec.topk,
+            "moe_ffn_hidden_size": spec.expert_ffn,
+            "moe_layer_freq": [int(i >= spec.dense_layers) for i in range(spec.layers)],
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": False,
+        }
+    return TransformerConfig(
+        num_layers=spec.layers,
+        hidden_size=spec.hidden,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.kv_groups,
+        ffn_hidden_size=spec.ffn,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        attention_softmax_in_fp32=True,
+        hidden_dropout=spec.dropout,
+        attention_dropout=spec.dropout,
+        **moe,
+    )
+
+
+def seed_weights(model: nn.Module, seed: int) -> None:
+    """Fill every parameter from a generator of its own, keyed by ``seed`` and the parameter's name.
+
+    Matrices get fan-in scaling (embeddings and the output layer are wider, so that logits are not all alike), norm
+    weights are uniform in [0.5, 1.5], which makes a wrong order of rounding and scaling visible.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator().manual_seed(_name_seed(seed, name))
+            if parameter.dim() < 2:
+                value = torch.rand(parameter.shape, generator=generator) + 0.5
+            else:
+                value = torch.randn(parameter.shape, generator=generator) * _std(name, parameter.shape[-1])
+            parameter.copy_(value)
+
+
+def _std(name: str, fan_in: int) -> float:
+    if "embedding" in name:
+        return 1.0
+    return (2.0 if "output_layer" in name or "router" in name else 1.0) / math.sqrt(fan_in)
+
+
+def _name_seed(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,180 @@
+"""The places in megatron-core where a function can be replaced: every name that zkl-debug patches is in this file.
+
+mcore imports functions by value, so each seam is the *binding site*, the module that calls the function. Each helper is
+a context manager that puts back what it found; ``wrap`` receives the original function and returns the replacement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zkl_debug.engines import paged_attention
+from zkl_debug.engines.patching import PatchSet, patched
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def patch_for_cpu(patches: PatchSet) -> None:
+    """What mcore itself needs on a CPU, added to ``patches`` (see :func:`zkl_debug.engines.cpu.cpu_backend`)."""
+    import megatron.core.inference.contexts.dynamic_context as dynamic_context
+    import megatron.core.inference.text_generation_controllers.text_generation_controller as controller
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.attention as attention
+
+    def get_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
+    def no_range(*_args: Any, **_kwargs: Any) -> None:
+        return None
+
+    patches.set(random, "_get_cuda_rng_state", get_state)
+    patches.set(random, "_set_cuda_rng_state", set_state)
+    patches.set(attention, "flash_attn_varlen_func", paged_attention.flash_attn_varlen_func)
+    patches.set(attention, "flash_attn_with_kvcache", paged_attention.flash_attn_with_kvcache)
+    patches.set(attention, "is_fa_min_version", lambda *_a, **_k: True)
+    if attention.rearrange is None:  # einops is optional for mcore, yet its dynamic attention needs it
+        patches.set(attention, "rearrange", _merge_heads)
+    # Triton can be imported without a GPU; None selects the index_put path.
+    patches.set(dynamic_context, "triton_append_key_value_cache", None)
+    patches.set(controller, "range_push", no_range)
+    patches.set(controller, "range_pop", no_range)
+
+
+def _merge_heads(tensor: torch.Tensor, pattern: str) -> torch.Tensor:
+    assert pattern == "s b h d -> s b (h d)", pattern
+    return tensor.flatten(-2)
+
+
+@contextmanager
+def train_core_attention(wrap: Wrap) -> Iterator[None]:
+    """``DotProductAttention.forward(self, query, key, value, attention_mask, ...)``: scoring and the static engine."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    with patched(DotProductAttention, "forward", wrap):
+        yield
+
+
+@contextmanager
+def paged_core_attention(varlen: Wrap, decode: Wrap) -> Iterator[None]:
+    """The two flash-attention entry points of the dynamic engine: prefill and mixed steps, and decode-only steps."""
+    import megatron.core.transformer.attention as attention
+
+    with (
+        patched(attention, "flash_attn_varlen_func", varlen),
+        patched(attention, "flash_attn_with_kvcache", decode),
+    ):
+        yield
+
+
+@contextmanager
+def unpermute(wrap: Wrap) -> Iterator[None]:
+    """``unpermute(permuted_tokens, sorted_indices, restore_shape, ...)`` as the token dispatchers call it."""
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    with patched(token_dispatcher, "unpermute", wrap):
+        yield
+
+
+@contextmanager
+def router_gating(wrap: Wrap) -> Iterator[None]:
+    """``router_gating_linear(inp, weight, bias, router_dtype)`` as the router calls it."""
+    import megatron.core.transformer.moe.router as router
+
+    with patched(router, "router_gating_linear", wrap):
+        yield
+
+
+@contextmanager
+def topk_routing(wrap: Wrap) -> Iterator[None]:
+    """``topk_routing_with_score_function(logits, topk, ...)`` as the router calls it."""
+    import megatron.core.transformer.moe.router as router
+
+    with patched(router, "topk_routing_with_score_function", wrap):
+        yield
+
+
+@contextmanager
+def linear_forward(wrap: Wrap) -> Iterator[None]:
+    """The function under Column- and RowParallelLinear: ``f(input, weight, bias, ...)``, keyword or positional."""
+    import megatron.core.tensor_parallel.layers as layers
+
+    with (
+        patched(layers, "linear_with_grad_accumulation_and_async_allreduce", wrap),
+        patched(layers, "linear_with_frozen_weight", wrap),
+    ):
+        yield
+
+
+@contextmanager
+def gen_rope(wrap: Wrap) -> Iterator[None]:
+    """``apply_rotary_pos_emb(t, freqs, config, ...)`` as the dynamic inference context calls it."""
+    import megatron.core.inference.contexts.dynamic_context as dynamic_context
+
+    with patched(dynamic_context, "apply_rotary_pos_emb", wrap):
+        yield
+
+
+@contextmanager
+def train_rope(wrap: Wrap) -> Iterator[None]:
+    """``apply_rotary_pos_emb(t, freqs, config, ...)`` as attention calls it in scoring and in the static engine."""
+    import megatron.core.transformer.attention as attention
+
+    with patched(attention, "apply_rotary_pos_emb", wrap):
+        yield
+
+
+@contextmanager
+def gen_log_probs(wrap: Wrap) -> Iterator[None]:
+    """``DynamicInferenceContext.calculate_log_probs_tensors(self, logits, new_tokens, ...)``."""
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    with patched(DynamicInferenceContext, "calculate_log_probs_tensors", wrap):
+        yield
+
+
+@contextmanager
+def gen_log_softmax(wrap: Wrap) -> Iterator[None]:
+    """``DynamicInferenceContext._processed_log_probs(self, logits, ...)``."""
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    with patched(DynamicInferenceContext, "_processed_log_probs", wrap):
+        yield
+
+
+@contextmanager
+def add_request(wrap: Wrap) -> Iterator[None]:
+    """``DynamicInferenceContext.add_request(self, req, prefill_chunk_length=None)``."""
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    with patched(DynamicInferenceContext, "add_request", wrap):
+        yield
+
+
+@contextmanager
+def mamba_version(version: str) -> Iterator[None]:
+    """``megatron.core.utils.get_mamba_version()`` answers ``version`` without an import."""
+    import megatron.core.utils as utils
+
+    with patched(utils, "get_mamba_version", lambda _original: lambda: version):
+        yield
+
+
+def clear_rotary_cache() -> None:
+    """Forget the rotary tables that mcore keeps per process and length."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    RotaryEmbedding.forward.cache_clear()
+
+
+def inference_mode_active() -> bool:
+    """mcore's process-wide ``InferenceMode`` flag."""
+    from megatron.core.inference.utils import InferenceMode
+
+    return bool(InferenceMode.is_active())

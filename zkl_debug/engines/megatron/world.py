@@ -1,0 +1,68 @@
+"""A one-process world: the process group and the model-parallel state mcore insists on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from zkl_debug.engines.cpu import is_needed, quiet
+
+_owns_process_group = False
+_owns_parallel_state = False
+
+
+def ensure_world(seed: int = 123) -> None:
+    """Initialise what is missing: process group (in-process store, no port), model-parallel state, RNG tracker.
+
+    Idempotent; leaves alone what a host program has already set up.
+    """
+    global _owns_process_group, _owns_parallel_state
+    if not dist.is_initialized():
+        backend = "gloo" if is_needed() else "nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        _owns_process_group = True
+    with quiet():
+        from megatron.core import parallel_state
+
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel()
+            _owns_parallel_state = True
+            seed_tracker(seed)
+
+
+def seed_tracker(seed: int) -> None:
+    """(Re)seed mcore's CUDA RNG tracker without moving the process's default CPU generator."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    before = torch.get_rng_state()
+    get_cuda_rng_tracker().reset()
+    model_parallel_cuda_manual_seed(seed)
+    torch.set_rng_state(before)
+
+
+def close_world() -> None:
+    """Tear down what :func:`ensure_world` set up, and nothing else. Idempotent."""
+    global _owns_process_group, _owns_parallel_state
+    if _owns_parallel_state:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        _owns_parallel_state = False
+    if _owns_process_group and dist.is_initialized():
+        dist.destroy_process_group()
+        _owns_process_group = False
+
+
+@contextmanager
+def world(seed: int = 123) -> Iterator[None]:
+    """:func:`ensure_world` for a block; torn down afterwards if the block set it up."""
+    owned = _owns_process_group or _owns_parallel_state
+    ensure_world(seed)
+    try:
+        yield
+    finally:
+        if not owned:
+            close_world()

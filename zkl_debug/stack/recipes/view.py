@@ -1,0 +1,203 @@
+"""Reads one key of a recipe and says in which way it is there: absent, null, written, interpolated, unresolvable.
+
+The generation side is what NeMo-RL builds for a dedicated generation worker: ``mcore_generation_config`` laid over
+``policy.megatron_cfg`` key by key (shallow: a section given for generation replaces the training section whole).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
+
+from zkl_debug.schema import Json
+from zkl_debug.stack.recipes import keys
+from zkl_debug.stack.recipes.architecture import model_facts
+from zkl_debug.stack.recipes.loader import Recipe, first_line
+from zkl_debug.stack.recipes.model import (
+    GENERATION_ROOT,
+    TRAIN_ROOT,
+    Found,
+    Key,
+    Side,
+    State,
+    Unresolved,
+)
+
+
+class View:
+    """Looks up the keys of one recipe.
+
+    Args:
+        recipe: the loaded recipe.
+        generation_only: the training side is the merged config of a dedicated generation worker, whose
+            training-only flags NeMo-RL clears.
+    """
+
+    def __init__(self, recipe: Recipe, *, generation_only: bool = False) -> None:
+        self.recipe = recipe
+        self.generation_only = generation_only
+        self._cache: dict[str, Found] = {}
+
+    def find(self, side: Side, key: str) -> Found:
+        """The value of a key on one side; never raises for what a recipe may hold."""
+        if side is Side.RECIPE:
+            return self._read(key, keys.recipe_key(key))
+        if side is Side.MODEL:
+            return self.model()[key]
+        if side is Side.GENERATION or self.generation_only:
+            return self._generation(key)
+        return self._read(f"{TRAIN_ROOT}.{key}", keys.train_key(key))
+
+    def overridden(self, key: str) -> bool:
+        """Whether the generation config sets the key (its first segment) itself."""
+        return self._node(f"{GENERATION_ROOT}.{key.split('.')[0]}")[0] is not State.ABSENT
+
+    def generation_keys(self) -> tuple[str, ...]:
+        """Names the generation config sets."""
+        section = self._section(GENERATION_ROOT)
+        return tuple(str(name) for name in section) if section is not None else ()
+
+    def model(self) -> dict[str, Found]:
+        """What is known of the resolved model: ``mla``, ``experimental_attention``, ``hybrid``, ``moe``."""
+        if not hasattr(self, "_model"):
+            self._model = model_facts(self)
+        return self._model
+
+    def _generation(self, key: str) -> Found:
+        if self.generation_only and key in keys.TRAINING_FORWARD:
+            return Found(f"{TRAIN_ROOT}.{key}", State.ABSENT, False, origin="cleared for generation workers")
+        if self.overridden(key):
+            return self._read(f"{GENERATION_ROOT}.{key}", keys.train_key(key))
+        found = self._read(f"{TRAIN_ROOT}.{key}", keys.train_key(key))
+        return Found(
+            f"{GENERATION_ROOT}.{key}",
+            found.state,
+            found.effective,
+            found.raw,
+            found.origin,
+            found.file,
+            inherited=True,
+            detail=found.detail,
+        )
+
+    def _read(self, path: str, key: Key) -> Found:
+        if path not in self._cache:
+            self._cache[path] = self._look(path, key)
+        return self._cache[path]
+
+    def _look(self, path: str, key: Key) -> Found:
+        state, value, raw, detail = self._node(path)
+        file = "" if state is State.ABSENT else self.recipe.origin(tuple(path.split(".")))
+        if state is State.ABSENT:
+            return Found(path, state, key.default, None, key.origin)
+        if value is None and state in (State.NULL, State.INTERPOLATED):
+            default = key.default if key.null_is_default else None
+            return Found(path, state, default, raw, key.origin if key.null_is_default else "", file)
+        return Found(path, state, value, raw, "", file, detail=detail)
+
+    def _node(self, path: str) -> tuple[State, Json, Json, str]:
+        """State, resolved value, text as written, and why it does not resolve."""
+        node: Any = self.recipe.config
+        parts = path.split(".")
+        through = ""
+        for depth, part in enumerate(parts):
+            if not isinstance(node, DictConfig) or part not in node.keys():  # noqa: SIM118 - `in` hides unresolved keys
+                return State.ABSENT, None, None, ""
+            if OmegaConf.is_missing(node, part):
+                return State.MISSING, None, "???", "mandatory and not given"
+            raw = _raw(node, part)
+            interpolated = OmegaConf.is_interpolation(node, part)
+            value, reason = resolve(node, part)
+            if reason:
+                return State.UNRESOLVED, None, raw, reason
+            if interpolated:
+                through = through or str(raw)
+            if depth == len(parts) - 1:
+                return self._leaf(value, raw, through)
+            if value is None:
+                return State.ABSENT, None, None, ""
+            node = value
+        raise AssertionError(path)
+
+    @staticmethod
+    def _leaf(value: Any, raw: Json, through: str) -> tuple[State, Json, Json, str]:
+        plain, reason = plain_value(value)
+        if reason:
+            return State.UNRESOLVED, None, raw, reason
+        if through:
+            return State.INTERPOLATED, plain, through, ""
+        return (State.NULL if plain is None else State.VALUE), plain, raw, ""
+
+    def _section(self, path: str) -> Any:
+        node: Any = self.recipe.config
+        for part in path.split("."):
+            if not isinstance(node, DictConfig) or part not in node.keys():  # noqa: SIM118
+                return None
+            node, reason = (None, "???") if OmegaConf.is_missing(node, part) else resolve(node, part)
+            if reason:
+                return None
+        return node if isinstance(node, DictConfig) else None
+
+
+def resolve(node: Any, part: Any) -> tuple[Any, str]:
+    """A child of a config node with its interpolation resolved, or the reason it cannot be."""
+    try:
+        return node[part], ""
+    except UnsupportedInterpolationType as error:
+        return None, first_line(error)
+    except (InterpolationKeyError, InterpolationToMissingValueError) as error:
+        return None, first_line(error)
+    except RecursionError:
+        return None, "the interpolation refers to itself"
+    except (OmegaConfBaseException, ValueError, TypeError, ArithmeticError, LookupError) as error:
+        return None, first_line(error)
+
+
+def plain_value(value: Any) -> tuple[Json, str]:
+    """A config node as plain data, or the reason something inside it cannot be resolved."""
+    if not isinstance(value, DictConfig | ListConfig):
+        return value, ""
+    try:
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=False), ""
+    except RecursionError:
+        return None, "an interpolation inside refers to itself"
+    except (OmegaConfBaseException, ValueError, TypeError, ArithmeticError, LookupError) as error:
+        return None, first_line(error)
+
+
+def _raw(node: Any, part: Any) -> Json:
+    """An interpolation as it is written; anything else as it is."""
+    return node._get_node(part)._value() if OmegaConf.is_interpolation(node, part) else node[part]
+
+
+def unresolved(recipe: Recipe) -> tuple[Unresolved, ...]:
+    """Every interpolation of the recipe that has no value here, in the order of the file."""
+    found: list[Unresolved] = []
+    for path, node, part in _walk(recipe.config, ""):
+        if OmegaConf.is_missing(node, part) or not OmegaConf.is_interpolation(node, part):
+            continue
+        value, reason = resolve(node, part)
+        reason = reason or plain_value(value)[1]
+        if reason:
+            found.append(Unresolved(path, str(_raw(node, part)), reason))
+    return tuple(found)
+
+
+def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    parts = list(node.keys()) if isinstance(node, DictConfig) else list(range(len(node)))
+    for part in parts:
+        path = f"{prefix}.{part}" if prefix else str(part)
+        yield path, node, part
+        if OmegaConf.is_missing(node, part) or OmegaConf.is_interpolation(node, part):
+            continue
+        child = node[part]
+        if isinstance(child, DictConfig | ListConfig) and not child._is_none():
+            yield from _walk(child, path)
