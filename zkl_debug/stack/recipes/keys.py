@@ -7,7 +7,7 @@ A key without ``origin`` has no default: NeMo-RL reads it directly.
 
 from __future__ import annotations
 
-from zkl_debug.stack.recipes.model import Key
+from zkl_debug.stack.recipes.model import GENERATION_ROOT, TRAIN_ROOT, Key
 
 MCORE = "megatron-core"
 NEMO = "NeMo-RL"
@@ -123,4 +123,7 @@ def train_key(name: str) -> Key:
 
 def recipe_key(path: str) -> Key:
     """What is known of a dotted path from the top of the recipe."""
+    for root in (TRAIN_ROOT, GENERATION_ROOT):
+        if path.startswith(root + "."):
+            return train_key(path[len(root) + 1 :])
     return RECIPE_KEYS.get(path) or Key("any")

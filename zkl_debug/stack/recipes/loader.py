@@ -233,9 +233,10 @@ def register_resolvers() -> None:
         "div": lambda a, b: _number(a) / _number(b),
         "max": lambda a, b: max(_number(a), _number(b)),
     }
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
     for name, function in resolvers.items():
         if not OmegaConf.has_resolver(name):
-            OmegaConf.register_new_resolver(name, function)
+            register(name, function)
 
 
 def first_line(error: object) -> str:

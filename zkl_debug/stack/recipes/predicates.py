@@ -84,7 +84,7 @@ def describe(found: Found) -> str:
     if found.path.startswith("resolved model"):
         return f"{'yes' if found.effective else 'no' if found.effective is False else 'not known'} ({found.detail})"
     if found.state in (State.ABSENT, State.NULL):
-        word = found.state.value + inherited
+        word = f"{found.state.value} for training and generation" if found.inherited else found.state.value
         if not found.origin:
             return f"{word} (no default)" if found.state is State.ABSENT else word
         if found.origin == "unset":
