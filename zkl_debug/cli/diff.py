@@ -1,0 +1,63 @@
+"""``zkl-debug diff A B``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zkl_debug.cli.common import emit_json, stderr, stdout
+from zkl_debug.diff.comparison import Progress
+from zkl_debug.diff.report import print_report
+from zkl_debug.diff.run import diff_captures
+
+
+@click.command("diff")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the verdict document (zkl-verdict 1) instead of the report."
+)
+@click.option("--partial", is_flag=True, help="Accept incomplete captures, such as repaired ones. The verdict says so.")
+@click.option("--verify-bytes", is_flag=True, help="Recompute digests from the payload and compare raw bytes as well.")
+def command(a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool) -> int:
+    """Compare captures A and B and name the first operator that is not bitwise equal.
+
+    A is usually the training side. Rows are joined by token prefix, so batches, request order and padding do not
+    matter. Exit code: 0 identical, 1 diverged, 3 refused, 4 inconclusive.
+    """
+    with _progress() as bar:
+        verdict = diff_captures(a, b, partial=partial, verify_bytes=verify_bytes, progress=bar)
+    if as_json:
+        emit_json(verdict.to_json())
+    else:
+        print_report(verdict, stdout())
+    return int(verdict.exit_code)
+
+
+def _progress() -> AbstractContextManager[Progress | None]:
+    """A progress bar on stderr while a person watches, nothing otherwise."""
+    console = stderr()
+    return _Bar(console) if console.is_terminal else nullcontext()
+
+
+class _Bar(AbstractContextManager[Progress]):
+    def __init__(self, console: Any) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = (TextColumn("comparing"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.description}"))
+        self._view = Progress(*columns, console=console, transient=True)
+        self._task = self._view.add_task("", total=None)
+
+    def __enter__(self) -> Progress:
+        self._view.start()
+
+        def update(done: int, total: int, name: str) -> None:
+            self._view.update(self._task, completed=done, total=total, description=name[-40:])
+
+        return update
+
+    def __exit__(self, *_: object) -> None:
+        self._view.stop()

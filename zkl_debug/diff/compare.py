@@ -1,0 +1,142 @@
+"""Bit comparison of one site over all pairs: by digest, and by raw bytes where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zkl_debug.diff.edges import Pairs
+from zkl_debug.diff.model import Bools, Ints, SiteLike
+from zkl_debug.diff.rows import RowSpace
+from zkl_debug.diff.sites import SitePair
+from zkl_debug.schema import U64
+
+_BLOCK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class SiteRows:
+    """Where the rows of a site are.
+
+    Attributes:
+        at: index of each unified row into the site's rows of its side, -1 where the site has no such row, int64 [U].
+        bits: unified rows whose raw bits are there, bool [U].
+        digest: digests of the site rows of A, then of B, uint64 [n_a + n_b, 2].
+        split: site rows of A.
+        repeated: site rows left out because the same row was recorded twice under one name.
+    """
+
+    at: Ints
+    bits: Bools
+    digest: U64
+    split: int
+    repeated: int
+
+    def index(self, space: RowSpace, rows: Ints) -> Ints:
+        """Index of unified rows (all present) into ``digest``."""
+        return np.asarray(self.at[rows] + np.where(space.side[rows] == 1, self.split, 0), np.int64)
+
+
+def locate(pair: SitePair, space: RowSpace) -> SiteRows:
+    """Find the rows of a site; when a row comes twice the first call counts."""
+    at = np.full(space.n_rows, -1, np.int64)
+    bits = np.zeros(space.n_rows, np.bool_)
+    digests = []
+    repeated = 0
+    for site, offset in ((pair.a, 0), (pair.b, space.n_a)):
+        if site is None:
+            digests.append(np.zeros((0, 2), np.uint64))
+            continue
+        rows = np.asarray(site.rows, np.int64)
+        at[offset + rows[::-1]] = np.arange(len(rows) - 1, -1, -1)
+        filled = at[: space.n_a] if offset == 0 else at[space.n_a :]
+        repeated += len(rows) - int(np.count_nonzero(filled >= 0))
+        if site.has_payload:
+            have = np.zeros(len(rows) + 1, np.bool_)
+            have[site.payload_index] = True
+            own = slice(0, space.n_a) if offset == 0 else slice(space.n_a, None)
+            bits[own] = have[at[own]]  # -1 finds the last entry, which stays False
+        digests.append(np.asarray(site.digest, np.uint64).reshape(-1, 2))
+    return SiteRows(at, bits, np.concatenate(digests), len(digests[0]), repeated)
+
+
+def compare_digests(pair: SitePair, where: SiteRows, space: RowSpace, pairs: Pairs) -> tuple[Bools, Bools]:
+    """Present and differing pairs of a site.
+
+    Sites whose dtype or width differ between the sides differ at every row that is compared across.
+
+    Returns:
+        (present, differs), bool [P] each.
+    """
+    present = (where.at[pairs.left] >= 0) & (where.at[pairs.right] >= 0)
+    chosen = np.flatnonzero(present)
+    left = where.digest[where.index(space, pairs.left[chosen])]
+    right = where.digest[where.index(space, pairs.right[chosen])]
+    unequal = (left[:, 0] != right[:, 0]) | (left[:, 1] != right[:, 1])
+    if pair.differ:
+        unequal |= pairs.sides[chosen] == 2
+    differs = np.zeros(len(pairs), np.bool_)
+    differs[chosen] = unequal
+    return present, differs
+
+
+def side_site(pair: SitePair, side: int) -> SiteLike:
+    """The site on a side where it is known to exist."""
+    site = pair.b if side else pair.a
+    assert site is not None
+    return site
+
+
+def row_bytes(pair: SitePair) -> int:
+    """Bytes of one row, estimated from the metadata."""
+    return max(1, int(np.prod(pair.meta.row_shape, dtype=np.int64))) * 8
+
+
+def gather(pair: SitePair, where: SiteRows, space: RowSpace, rows: Ints) -> NDArray[Any]:
+    """Raw bits of unified rows, shape [m, W]; every side that occurs must have the same dtype and width."""
+    out: NDArray[Any] | None = None
+    for side in (0, 1):
+        places = np.flatnonzero(space.side[rows] == side)
+        if not len(places):
+            continue
+        bits = side_site(pair, side).payload(where.at[rows[places]])
+        if out is None:
+            out = np.empty((len(rows), bits.shape[1]), bits.dtype)
+        out[places] = bits
+    assert out is not None
+    return out
+
+
+def comparable_blocks(pair: SitePair, where: SiteRows, pairs: Pairs, chosen: Ints) -> Iterator[Ints]:
+    """The chosen pairs (indices) whose raw bits can be compared, in blocks of tens of MB.
+
+    Pairs without raw bits on both rows are left out, and so are those across sides of different dtype or width.
+    """
+    chosen = chosen[where.bits[pairs.left[chosen]] & where.bits[pairs.right[chosen]]]
+    for sides in (0, 1, 2):
+        if sides == 2 and pair.differ:
+            continue
+        group = chosen[pairs.sides[chosen] == sides]
+        step = max(1, _BLOCK_BYTES // row_bytes(pair))
+        for start in range(0, len(group), step):
+            yield group[start : start + step]
+
+
+def compare_bytes(pair: SitePair, where: SiteRows, space: RowSpace, pairs: Pairs, present: Bools) -> tuple[Bools, bool]:
+    """Compare raw bytes wherever both rows of a pair have them.
+
+    Returns:
+        Pairs whose bytes differ, bool [P], and whether every present pair could be compared.
+    """
+    differs = np.zeros(len(pairs), np.bool_)
+    done = present & (pairs.sides == 2) & bool(pair.differ)
+    for block in comparable_blocks(pair, where, pairs, np.flatnonzero(present)):
+        left = gather(pair, where, space, pairs.left[block])
+        right = gather(pair, where, space, pairs.right[block])
+        differs[block] = (left != right).any(axis=1)
+        done[block] = True
+    return differs, bool((done == present).all())

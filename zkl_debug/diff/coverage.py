@@ -1,0 +1,221 @@
+"""What was compared and what was not, with the reason. Nothing is left out silently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from zkl_debug.diff.compare import SiteRows
+from zkl_debug.diff.edges import Pairs
+from zkl_debug.diff.model import MAIN_EDGES, Bools, CaptureLike, Ints, Skip, fact
+from zkl_debug.diff.rows import RowSpace
+from zkl_debug.diff.sites import SitePair, site_skips
+from zkl_debug.schema import Json, RowFlag
+
+_NAMES = ("A", "B")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Distinct rows compared across the sides, of those both could have run."""
+
+    of: int = 0
+    compared: int = 0
+
+    def to_json(self) -> Json:
+        """Counts and percentage."""
+        percent = 100.0 * self.compared / self.of if self.of else None
+        return {"of": self.of, "compared": self.compared, "percent": percent}
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Coverage of a diff; see ``coverage`` of the verdict document.
+
+    Attributes:
+        expected, captured, matched: sites either side knows of, captured, and has on both sides.
+        rows_a, rows_b: rows of each capture.
+        compared: distinct row keys compared across the sides.
+        prompt, generated, labels: shares of the row keys.
+        crossed: distinct compared keys at a chunk edge, first decode token, behind a cache hit.
+        skipped: everything that was not compared.
+        dropped: a site or row that one side has was lost or left out, so "all sites" cannot be claimed.
+    """
+
+    expected: int = 0
+    captured: int = 0
+    matched: int = 0
+    rows_a: int = 0
+    rows_b: int = 0
+    compared: int = 0
+    prompt: Share = Share()
+    generated: Share = Share()
+    labels: Share = Share()
+    crossed: Mapping[str, int] = field(default_factory=dict)
+    skipped: tuple[Skip, ...] = ()
+    dropped: bool = False
+
+    def to_json(self) -> Json:
+        """The ``coverage`` object of the verdict document."""
+        return {
+            "sites": {"expected": self.expected, "captured": self.captured, "matched": self.matched},
+            "rows": {
+                "a": self.rows_a,
+                "b": self.rows_b,
+                "compared": self.compared,
+                "prompt": self.prompt.to_json(),
+                "generated": self.generated.to_json(),
+                "labels": self.labels.to_json(),
+                "crossed": dict(self.crossed),
+            },
+            "skipped": [skip.to_json() for skip in self.skipped],
+        }
+
+
+def measure(
+    a: CaptureLike,
+    b: CaptureLike,
+    space: RowSpace,
+    pairs: Pairs,
+    sites: Sequence[SitePair],
+    compared: Bools,
+    extra: Sequence[Skip] = (),
+) -> Coverage:
+    """Coverage of a finished comparison.
+
+    Args:
+        a, b: the captures.
+        space, pairs, sites: how they were joined.
+        compared: keys of which at least one site was compared across the sides, bool [K].
+        extra: entries found while comparing.
+    """
+    tails = never_forwarded(space)
+    flags = space.flags[space.key_row]
+    generated = (flags & np.uint32(RowFlag.GENERATED)) != 0
+    skips = [*site_skips(sites, a, b), *extra, *_row_skips(space, tails, compared), *_edge_skips(pairs)]
+    skips += [skip for name, capture in zip(_NAMES, (a, b), strict=True) for skip in capture_skips(name, capture)]
+    names = {pair.name for pair in sites}
+    expected = names | _expected(a) | _expected(b)
+    unmatched = any(not pair.matched for pair in sites)
+    lost = any(skip.what.startswith(("lost ", "rows of site ")) for skip in skips)
+    normal = ~space.label & ~tails
+    return Coverage(
+        expected=len(expected),
+        captured=len(names),
+        matched=sum(pair.matched for pair in sites),
+        rows_a=len(a.rows),
+        rows_b=len(b.rows),
+        compared=int(np.count_nonzero(compared)),
+        prompt=_share(normal & ~generated, compared),
+        generated=_share(normal & generated, compared),
+        labels=_share(space.label, compared),
+        crossed=_crossed(space, compared),
+        skipped=tuple(skips),
+        dropped=unmatched or lost or len(expected) > len(names),
+    )
+
+
+def _share(rows: Bools, compared: Bools) -> Share:
+    return Share(int(np.count_nonzero(rows)), int(np.count_nonzero(rows & compared)))
+
+
+def _crossed(space: RowSpace, compared: Bools) -> dict[str, int]:
+    result = {}
+    for flag in (RowFlag.CHUNK_EDGE, RowFlag.FIRST_DECODE, RowFlag.AFTER_CACHE_HIT):
+        keys = np.zeros(space.n_keys, np.bool_)
+        keys[space.key[(space.flags & np.uint32(flag)) != 0]] = True
+        result[str(flag.name).lower()] = int(np.count_nonzero(keys & compared))
+    return result
+
+
+def _expected(capture: CaptureLike) -> set[str]:
+    """Sites a capture says it should have had."""
+    coverage = fact(capture, "site_coverage")
+    names = coverage.get("expected") if isinstance(coverage, Mapping) else None
+    return {str(name) for name in names} if isinstance(names, list) else set()
+
+
+def never_forwarded(space: RowSpace) -> Bools:
+    """Keys of one side that are the last token of a generated sequence: sampled, but never run, bool [K]."""
+    has_child = np.zeros(space.n_keys + 1, np.bool_)
+    has_child[space.parent[~space.label]] = True
+    generated = (space.flags[space.key_row] & np.uint32(RowFlag.GENERATED)) != 0
+    matched = np.append(space.matched, False)
+    return np.asarray(~space.label & generated & ~space.matched & ~has_child[:-1] & matched[space.parent])
+
+
+def _row_skips(space: RowSpace, tails: Bools, compared: Bools) -> list[Skip]:
+    skips = []
+    for side, name in enumerate(_NAMES):
+        other = _NAMES[1 - side]
+        alone = space.has[side] & ~space.has[1 - side]
+        groups = (
+            (alone & tails, "last token of a generated sequence: sampled, never forwarded"),
+            (alone & space.label, f"{other} has no log-prob of this token"),
+            (alone & ~tails & ~space.label, f"{other} has no row of this prefix (other request, cut, or cached)"),
+        )
+        for keys, reason in groups:
+            if keys.any():
+                skips.append(_group(space, keys, f"rows of {name}", reason))
+    idle = space.matched & ~compared
+    if idle.any():
+        skips.append(_group(space, idle, "rows on both sides", "no site was recorded for them on both sides"))
+    return skips
+
+
+def _group(space: RowSpace, keys: Bools, what: str, reason: str) -> Skip:
+    first = int(space.key_row[int(keys.argmax())])
+    example = f"first: sample {int(space.sample[first])} position {int(space.position[first])}"
+    return Skip(f"{what} ({example})", reason, int(np.count_nonzero(keys)))
+
+
+def _edge_skips(pairs: Pairs) -> list[Skip]:
+    reasons = {
+        "score-prefill": "no row was both scored and prefilled",
+        "prefill-decode": "no row was both prefilled and decoded; re-prefill generated tokens to cross this edge",
+        "score-decode": "no row was both scored and decoded",
+        "within-a": "A has no row twice: its batch variance was not seen",
+        "within-b": "B has no row twice: its batch variance was not seen",
+    }
+    return [
+        Skip(f"edge {edge}", reasons[edge], 0)
+        for edge in MAIN_EDGES
+        if pairs.slices[edge].start == pairs.slices[edge].stop
+    ]
+
+
+def site_row_skips(pair: SitePair, where: SiteRows, space: RowSpace) -> list[Skip]:
+    """Rows that both captures have, but of which only one recorded the site; and rows recorded twice."""
+    skips = []
+    if where.repeated:
+        skips.append(Skip(f"rows of site {pair.name}", "recorded twice in one forward: only the first", where.repeated))
+    if not pair.matched:
+        return skips
+    has = np.zeros((2, space.n_keys), np.bool_)
+    rows: Ints = np.flatnonzero(where.at >= 0)
+    has[space.side[rows], space.key[rows]] = True
+    for side, name in enumerate(_NAMES):
+        alone = has[side] & ~has[1 - side] & space.matched
+        if alone.any():
+            skips.append(Skip(f"rows of site {pair.name}", f"recorded by {name} only", int(np.count_nonzero(alone))))
+    return skips
+
+
+def capture_skips(name: str, capture: CaptureLike) -> list[Skip]:
+    """What a capture says it lost or left out."""
+    skips = []
+    for key, reason in (("unkeyed_rows", "rows without a row key"), ("filtered_sites", "sites left out by a filter")):
+        count = fact(capture, key)
+        if isinstance(count, int) and count > 0:
+            skips.append(Skip(f"lost in {name}: {key}", reason, count))
+    dropped = fact(capture, "dropped")
+    for what, reason in dropped.items() if isinstance(dropped, Mapping) else ():
+        skips.append(Skip(f"lost in {name}: {what}", str(reason)))
+    for key, reason in (("not_rows", "has no token rows"), ("outside_frames", "ran outside any frame")):
+        listed = fact(capture, key)
+        for what, detail in listed.items() if isinstance(listed, Mapping) else ():
+            skips.append(Skip(f"tensor in {name}: {what}", f"{reason} ({detail})"))
+    notes = fact(capture, "notes")
+    return skips + [Skip(f"note in {name}", str(note)) for note in (notes if isinstance(notes, list) else ())]

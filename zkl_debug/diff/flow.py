@@ -1,0 +1,129 @@
+"""What feeds a site: its own input ports, or the known producer where the operator has none.
+
+A causal row depends on other rows only through attention and recurrent mixers. An attention output at position p
+reads q at p and K, V of every row up to p; a module that contains an attention reads its input at every row up to p.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from zkl_debug.diff.sites import SitePair
+
+
+class Via(IntEnum):
+    """How a feeding site reaches the row."""
+
+    ROW = 0  # the same row
+    HISTORY = 1  # the same row and every row before it in the prefix
+    PARENT = 2  # the row one token earlier (label rows)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One input of a site. ``site`` is an index into the ordered sites."""
+
+    site: int
+    via: Via
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Inputs of one site.
+
+    Attributes:
+        feeds: captured inputs.
+        complete: no input is known to be missing (an operator on token ids has all of its input in the row key).
+        is_port: the site is an input port itself: it computes nothing.
+        container: path of the module when other sites lie inside it, else empty.
+    """
+
+    feeds: tuple[Feed, ...]
+    complete: bool
+    is_port: bool
+    container: str
+
+
+# Modules that mix rows though they are not an attention themselves.
+_MIXES_ROWS = re.compile(r"(?:^|\.)(?:layers\.\d+|\w*attention|mixer|decoder|encoder|backbone|block|model)(?:#\d+)?$")
+_RECURRENT = frozenset({"ssm", "scan", "conv"})
+# Modules whose only input is token and position ids, which the row key holds.
+_FROM_TOKENS = re.compile(r"(?:^|\.)(?:embedding|word_embeddings|position_embeddings|tokentype_embeddings)(?:\.|$)")
+_ROUTED = re.compile(r"(?P<mlp>.*\.mlp)(?:/(?:permute|unpermute)|\.experts(?:\..*)?)$")
+
+
+class FlowMap:
+    """Data flow between the ordered sites of a diff."""
+
+    def __init__(self, sites: Sequence[SitePair]) -> None:
+        self.sites = sites
+        self.index = {pair.name: i for i, pair in enumerate(sites)}
+        self._ports: dict[str, list[int]] = defaultdict(list)
+        self._outs: dict[str, list[int]] = defaultdict(list)
+        inside: set[str] = set()
+        for i, pair in enumerate(sites):
+            ports = self._ports if pair.parsed.is_input else self._outs
+            ports[pair.parsed.owner].append(i)
+            inside.update(enclosing(pair))
+        self.containers = {pair.parsed.path for pair in sites if not pair.parsed.op} & inside
+
+    def flow(self, i: int) -> Flow:
+        """Inputs of site ``i``."""
+        site = self.sites[i].parsed
+        container = site.path if not site.op and site.path in self.containers else ""
+        if site.is_input:
+            return Flow((), False, True, container)
+        ports = self._ports.get(site.owner, [])
+        if self._is_attention(i):
+            return self._attention(ports, container)
+        mixes = self._mixes_rows(i)
+        feeds = [Feed(port, Via.HISTORY if mixes else Via.ROW) for port in ports]
+        feeds += self._known(site.path, site.op)
+        feeds += self._routing(site.owner)
+        from_tokens = not ports and (site.op == "label" or bool(_FROM_TOKENS.search(site.path)))
+        return Flow(tuple(feeds), bool(feeds) or from_tokens, False, container)
+
+    def _is_attention(self, i: int) -> bool:
+        pair = self.sites[i]
+        return pair.meta.semantic == "core_attention" or pair.parsed.operator.split("#")[0] == "core_attention"
+
+    def _attention(self, ports: Sequence[int], container: str) -> Flow:
+        by_port = {self.sites[i].parsed.port.removesuffix(".0"): i for i in ports}
+        feeds = [Feed(site, Via.ROW if port == "in" else Via.HISTORY) for port, site in by_port.items()]
+        return Flow(tuple(feeds), {"in", "in.1", "in.2"} <= set(by_port), False, container)
+
+    def _mixes_rows(self, i: int) -> bool:
+        pair = self.sites[i]
+        if pair.meta.semantic in _RECURRENT:
+            return True
+        return not pair.parsed.op and bool(_MIXES_ROWS.search(pair.parsed.path))
+
+    def _known(self, path: str, op: str) -> list[Feed]:
+        """Producers of operators that are recorded without input ports."""
+        if op.split("#")[0] == "qkv":
+            return self._all_outs(f"{path}.linear_qkv", Via.ROW)
+        if op == "selected":
+            return [
+                *self._all_outs(f"{path}/log_softmax", Via.PARENT),
+                *self._all_outs(f"{path}/label", Via.ROW),
+            ]
+        return []
+
+    def _routing(self, owner: str) -> list[Feed]:
+        """Expert-side operators also read what the router chose."""
+        match = _ROUTED.match(owner)
+        return self._all_outs(f"{match.group('mlp')}/router.topk", Via.ROW) if match else []
+
+    def _all_outs(self, owner: str, via: Via) -> list[Feed]:
+        return [Feed(i, via) for i in self._outs.get(owner, ())]
+
+
+def enclosing(pair: SitePair) -> list[str]:
+    """Paths of the modules a site lies inside; a module's own ports do not lie inside it."""
+    parts = pair.parsed.module.split(".")
+    end = len(parts) + 1 if pair.parsed.op else len(parts)
+    return [".".join(parts[:n]) for n in range(1, end)]

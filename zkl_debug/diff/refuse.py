@@ -1,0 +1,274 @@
+"""Reasons not to compare two captures. Each check returns a :class:`Refusal`, or None when it is satisfied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from zkl_debug.diff.compare import SiteRows, gather
+from zkl_debug.diff.edges import Pairs, named_row
+from zkl_debug.diff.kinds import SiteKinds
+from zkl_debug.diff.model import Bools, CaptureLike, Ints, Refusal, fact, refuse
+from zkl_debug.diff.rows import RowSpace
+from zkl_debug.diff.sites import SitePair
+from zkl_debug.errors import ZklError
+from zkl_debug.schema import Json, Phase, StateRecord, row_phase
+
+_LISTED = 10
+
+
+def from_error(error: ZklError, name: str) -> Refusal:
+    """A capture that cannot be opened or read."""
+    text = f"capture {name} is not valid: {error.found}"
+    return refuse("capture-invalid", text, error.found, error.expected, error.next_step, capture=name)
+
+
+def check_probe(name: str, capture: CaptureLike) -> Refusal | None:
+    """The probe failed while it recorded."""
+    probe = fact(capture, "probe")
+    if not isinstance(probe, Mapping) or probe.get("ok", True):
+        return None
+    errors = [str(error) for error in probe.get("errors") or ()]
+    return refuse(
+        "probe-failed",
+        f"the probe of {name} failed while recording, so its capture is incomplete",
+        errors[0] if errors else "probe.ok is false",
+        "a probe that ran to the end",
+        "capture again with --strict to see where the probe fails",
+        capture=name,
+        errors=errors[:_LISTED],
+    )
+
+
+def _flag(capture: CaptureLike, test: str) -> bool | None:
+    repeat = fact(capture, "self_repeat")
+    entry = repeat.get(test) if isinstance(repeat, Mapping) else None
+    equal = entry.get("equal") if isinstance(entry, Mapping) else None
+    return None if equal is None else bool(equal)
+
+
+def certification(capture: CaptureLike) -> dict[str, bool | None]:
+    """Self-certification of a capture: plain run against plain run, plain run against probed run; None if not done."""
+    return {test: _flag(capture, test) for test in ("a0_a1", "a0_a2")}
+
+
+def only_scores(capture: CaptureLike) -> bool:
+    """Whether a capture is of a training forward: it has score rows only."""
+    return bool((row_phase(capture.rows["flags"].astype(np.uint32)) == Phase.SCORE).all())
+
+
+def check_repeat(name: str, capture: CaptureLike, stochastic: str | None) -> Refusal | None:
+    """A side that does not repeat itself, or that the probe changed.
+
+    A training side that does not repeat is refused: there is nothing to compare with. Any other side makes the
+    comparison inconclusive. In neither case is a layer blamed.
+
+    Args:
+        name: ``A`` or ``B``.
+        capture: the capture.
+        stochastic: first site that differs between two rows of the same prefix and phase on this side, if any.
+    """
+    flags = certification(capture)
+    train = only_scores(capture)
+    if flags["a0_a1"] is False:
+        side = "train" if train else capture.side or name
+        where = f"; first operator that varies: {stochastic}" if stochastic else "; no row is there twice to say where"
+        refusal = refuse(
+            "does-not-repeat",
+            f"{side} does not repeat: two plain runs of {name} gave different log-probs{where}",
+            "A0 and A1, two runs without a probe, differ",
+            "two runs of the same inputs with equal outputs (no dropout, no sampling, deterministic kernels)",
+            "make the side repeatable first (dropout off, fixed seeds), then capture again",
+            capture=name,
+            first_stochastic=stochastic,
+        )
+        return refusal if train else _inconclusive(refusal)
+    if flags["a0_a2"] is False:
+        return refuse(
+            "probe-changes-results",
+            f"the probe changed what {name} computes: a plain and a probed run differ",
+            "A0 (plain) and A2 (probed) differ",
+            "equal log-probs with and without the probe",
+            "capture at digest level with fewer --sites, and report this as a defect of the probe",
+            capture=name,
+        )
+    return None
+
+
+def _inconclusive(refusal: Refusal) -> Refusal:
+    values = (refusal.code, refusal.text, refusal.found, refusal.expected, refusal.next, refusal.detail)
+    return Refusal(*values, inconclusive=True)
+
+
+def _state(capture: CaptureLike) -> dict[str, StateRecord]:
+    if not capture.states:
+        return {}
+    return {record.name: record for record in capture.states[min(capture.states)]}
+
+
+def _differing(a: Mapping[str, StateRecord], b: Mapping[str, StateRecord], kind: str) -> tuple[list[str], list[str]]:
+    """(common names, common names whose tensors differ) of one kind of state."""
+    common = [n for n, record in a.items() if n in b and record.kind == kind and b[n].kind == kind]
+
+    def bits(record: StateRecord) -> tuple[object, ...]:
+        return (record.torch_dtype, tuple(record.shape), tuple(record.digest))
+
+    return common, [n for n in common if bits(a[n]) != bits(b[n])]
+
+
+def check_weights(a: CaptureLike, b: CaptureLike) -> tuple[Refusal | None, dict[str, Json]]:
+    """Parameters that differ. Names on one side only and differing buffers are reported, not refused."""
+    left, right = _state(a), _state(b)
+    if not left or not right:
+        missing = [name for name, state in (("A", left), ("B", right)) if not state]
+        return None, {"weights": f"not captured on {' and '.join(missing)}"}
+    common, differ = _differing(left, right, "parameter")
+    _, buffers = _differing(left, right, "buffer")
+    one_sided = sorted(
+        name
+        for state, other in ((left, right), (right, left))
+        for name, record in state.items()
+        if record.kind == "parameter" and name not in other
+    )
+    report: dict[str, Json] = {
+        "weights": "equal",
+        "parameters": len(common),
+        "on_one_side": one_sided[:_LISTED],
+        "buffers_differ": buffers[:_LISTED],
+    }
+    next_step = "load the same checkpoint on both sides, or check the weight sync, then capture again"
+    if not common:
+        text = "no parameter has the same name on both sides"
+        found = f"A: {next(iter(left), '-')} ..., B: {next(iter(right), '-')} ..."
+        return refuse("no-common-weights", text, found, "the same model on both sides", next_step), report
+    if not differ:
+        return None, report
+    report["weights"] = "differ"
+    text = f"{len(differ)} of {len(common)} parameters differ, first {differ[0]}"
+    found = ", ".join(differ[:_LISTED]) + (" ..." if len(differ) > _LISTED else "")
+    expected = "the same weights on both sides: layers cannot be blamed while they differ"
+    detail = {"parameters": differ[:100], "count": len(differ), "of": len(common)}
+    return refuse("weights-differ", text, found, expected, next_step, **detail), report
+
+
+def check_overlap(space: RowSpace, sites: Sequence[SitePair]) -> Refusal | None:
+    """Nothing to compare: no row key, or no site, on both sides."""
+    next_step = "capture both sides from the same token ids; see zkl-debug inspect A, zkl-debug inspect B"
+    if not space.matched.any():
+        first = [_first_token(space, side) for side in (0, 1)]
+        steps = [sorted({int(s) for s in np.unique(space.step[space.side == side])})[:5] for side in (0, 1)]
+        found = f"A starts with {first[0]} at steps {steps[0]}, B with {first[1]} at steps {steps[1]}"
+        text = "no row of A has the same token prefix as a row of B"
+        return refuse("no-rows-matched", text, found, "rows of the same tokens on both sides", next_step)
+    if not any(pair.matched and not pair.is_input for pair in sites):
+        names = [next((pair.name for pair in sites if pair.on == side), "nothing") for side in ("a", "b")]
+        found = f"A has {names[0]} ..., B has {names[1]} ..."
+        return refuse("no-sites-matched", "no site has the same name on both sides", found, "common sites", next_step)
+    return None
+
+
+def _first_token(space: RowSpace, side: int) -> str:
+    rows = np.flatnonzero((space.side == side) & (space.position == space.position[space.side == side].min(initial=0)))
+    return f"token {int(space.token[rows[0]])} at position {int(space.position[rows[0]])}" if len(rows) else "no row"
+
+
+def check_tokens(space: RowSpace, tails: Bools) -> Refusal | None:
+    """Token ids that differ: after the same prefix, each side goes on in a way the other does not.
+
+    Args:
+        space: the joined rows.
+        tails: keys that one side samples and never runs; their absence from the other side means nothing.
+    """
+    clash = _inconsistent_key(space)
+    if clash is not None:
+        return clash
+    alone = [space.has[side] & ~space.has[1 - side] & ~tails & (space.parent < space.n_keys) for side in (0, 1)]
+    alone = [keys & np.append(space.matched, False)[space.parent] for keys in alone]
+    for labels in (False, True):
+        keys = [np.flatnonzero(side & (space.label == labels)) for side in alone]
+        shared = np.intersect1d(space.parent[keys[0]], space.parent[keys[1]])
+        if len(shared):
+            at = [side[np.isin(space.parent[side], shared)] for side in keys]
+            return _token_refusal(space, at[0], at[1], len(shared))
+    return None
+
+
+def _token_refusal(space: RowSpace, a: Ints, b: Ints, count: int) -> Refusal:
+    key_a = a[np.lexsort((space.sample[space.key_row[a]], space.position[space.key_row[a]]))[0]]
+    key_b = b[space.parent[b] == space.parent[key_a]][0]
+    row_a, row_b = int(space.key_row[key_a]), int(space.key_row[key_b])
+    sample, position = int(space.sample[row_a]), int(space.position[row_a])
+    tokens = (int(space.token[row_a]), int(space.token[row_b]))
+    return refuse(
+        "token-ids-differ",
+        f"token ids differ at sample {sample} position {position}: {tokens[0]} on A, {tokens[1]} on B",
+        f"after the same prefix the sides go on with different tokens, at {count} place(s)",
+        "the same token ids on both sides (hand over token ids, not text: re-tokenising changes them)",
+        "compare the token ids of this sample on both sides; if these are different requests, capture the same ones",
+        sample=sample,
+        sample_b=int(space.sample[row_b]),
+        position=position,
+        token_a=tokens[0],
+        token_b=tokens[1],
+        places=count,
+    )
+
+
+def _inconsistent_key(space: RowSpace) -> Refusal | None:
+    wrong = np.flatnonzero(space.token != space.token[space.key_row][space.key])
+    if not len(wrong):
+        return None
+    row, other = int(wrong[0]), int(space.key_row[space.key[wrong[0]]])
+    text = f"rows with the same prefix digest hold different tokens: {int(space.token[other])}, {int(space.token[row])}"
+    found = f"sample {int(space.sample[row])} position {int(space.position[row])}"
+    return refuse("row-keys-inconsistent", text, found, "prefix digests of the tokens in the rows", "capture again")
+
+
+_INPUT_CODES = (("token", "token-ids-differ"), ("position", "positions-differ"), ("mask", "masks-differ"))
+
+
+def check_input_site(
+    pair: SitePair, where: SiteRows, space: RowSpace, pairs: Pairs, kinds: SiteKinds
+) -> Refusal | None:
+    """What was fed to the model differs between rows of the same key."""
+    differs = np.flatnonzero(kinds.differs)
+    if not len(differs):
+        return None
+    what = pair.parsed.op or pair.parsed.operator
+    code = next((code for word, code in _INPUT_CODES if word in what), "inputs-differ")
+    named = named_row(space, pairs.left, pairs.right)[differs]
+    first = int(differs[np.lexsort((space.sample[named], space.position[named], space.step[named]))[0]])
+    row = int(named_row(space, pairs.left[first : first + 1], pairs.right[first : first + 1])[0])
+    sample, position = int(space.sample[row]), int(space.position[row])
+    rows = len(np.unique(pairs.key[differs]))
+    detail: dict[str, Json] = {"site": pair.name, "sample": sample, "position": position, "rows": rows}
+    detail |= _fed_values(pair, where, space, pairs, differs, first)
+    values = f": {detail['a']} on one side, {detail['b']} on the other" if "a" in detail else ""
+    return refuse(
+        code,
+        f"{what.replace('_', ' ')} differ at sample {sample} position {position}{values}",
+        f"{rows} row(s) of {pair.name} differ" + (f", always by {detail['shift']}" if "shift" in detail else ""),
+        "both sides fed the same: layers cannot be blamed while their inputs differ",
+        "check padding, position ids and masks where the batch is built, then capture again",
+        **detail,
+    )
+
+
+def _fed_values(
+    pair: SitePair, where: SiteRows, space: RowSpace, pairs: Pairs, differs: Ints, first: int
+) -> dict[str, Json]:
+    """The two values at the first difference, and their distance when it is the same everywhere."""
+    differs = differs[where.bits[pairs.left[differs]] & where.bits[pairs.right[differs]]]
+    if pair.differ or first not in differs:
+        return {}
+    left, right = (gather(pair, where, space, rows[differs]) for rows in (pairs.left, pairs.right))
+    if left.shape[1] != 1 or left.dtype.itemsize != 8:
+        return {}
+    a, b = left[:, 0].view(np.int64), right[:, 0].view(np.int64)
+    at = int(np.flatnonzero(differs == first)[0])
+    values: dict[str, Json] = {"a": int(a[at]), "b": int(b[at])}
+    gaps = np.unique(b - a)
+    if len(gaps) == 1:
+        values["shift"] = int(gaps[0])
+    return values

@@ -1,0 +1,217 @@
+"""The text report of a verdict: one screen of about 40 lines at 100 columns. rich is imported when it is printed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from zkl_debug.diff.answer import First
+from zkl_debug.diff.coverage import Coverage, Share
+from zkl_debug.diff.model import EDGE_PRIORITY, MAIN_EDGES, Outcome, Skip
+from zkl_debug.diff.verdict import Verdict
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_STYLE = {
+    Outcome.IDENTICAL: "bold green",
+    Outcome.DIVERGED: "bold red",
+    Outcome.REFUSED: "bold yellow",
+    Outcome.INCONCLUSIVE: "bold yellow",
+}
+_NEXT_SITES = 6
+_SKIP_LINES = 6
+
+
+def print_report(verdict: Verdict, console: Console) -> None:
+    """Print the report of a verdict."""
+    for part in report(verdict):
+        console.print(part, overflow="fold")
+
+
+def report(verdict: Verdict) -> Iterator[RenderableType]:
+    """The parts of the report, top to bottom."""
+    from rich.text import Text
+
+    yield Text(_headline(verdict), style=_STYLE[verdict.outcome])
+    if verdict.refusal is not None:
+        yield from _refusal(verdict)
+        return
+    yield Text(f"claim     {_claim(verdict)}")
+    yield Text(f"checks    {_checks(verdict)}")
+    yield Text(f"coverage  {_coverage(verdict.coverage)}")
+    yield _edges(verdict)
+    if verdict.first is not None:
+        yield from _first(verdict.first)
+        yield from _following(verdict)
+    yield from _skipped(verdict.coverage)
+    yield from _next(verdict)
+
+
+def _headline(verdict: Verdict) -> str:
+    word = str(verdict.outcome).upper()
+    if verdict.refusal is not None:
+        return f"{word}  {verdict.refusal.text}"
+    if verdict.first is None:
+        return f"{word}  every compared row is bitwise equal at every {_scope(verdict)}"
+    first = verdict.first
+    layer = f"layer {first.name.layer} " if first.name.layer >= 0 else ""
+    where = f"{layer}{first.name.operator} ({first.name.port})"
+    return f"{word}  first on {verdict.edge} at {where}: {first.kind.label}"
+
+
+def _scope(verdict: Verdict) -> str:
+    return "site" if verdict.claim.scope == "all-sites" else "site captured on both sides"
+
+
+def _refusal(verdict: Verdict) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    refusal = verdict.refusal
+    assert refusal is not None
+    yield Text(f"reason    {refusal.code}")
+    yield Text(f"found     {refusal.found}")
+    if refusal.expected:
+        yield Text(f"expected  {refusal.expected}")
+    yield Text("nothing is said of any layer")
+    yield from _next(verdict)
+
+
+def _claim(verdict: Verdict) -> str:
+    claim = verdict.claim
+    equality = "raw bytes compared" if claim.equality == "bytes" else "128-bit digests compared"
+    scope = "all sites" if claim.scope == "all-sites" else "the sites captured on both sides"
+    tests = {"a0_a1": "repeats", "a0_a2": "probe changes nothing"}
+    words = []
+    for side, results in verdict.certification.items():
+        said = [f"{text}: {_yes(results.get(test))}" for test, text in tests.items()]
+        words.append(f"{side.upper()} {', '.join(said)}")
+    tail = "; incomplete capture allowed" if verdict.partial else ""
+    return f"{equality}, {scope}{tail}\nself-test {'; '.join(words)}"
+
+
+def _yes(value: bool | None) -> str:
+    return "not tested" if value is None else ("yes" if value else "NO")
+
+
+def _checks(verdict: Verdict) -> str:
+    checks = verdict.checks
+    words = [f"weights {checks.get('weights', 'not checked')}", f"token ids {checks.get('token_ids', '-')}"]
+    words.append(f"position ids {checks.get('position_ids', 'not captured')}")
+    buffers = checks.get("buffers_differ")
+    if buffers:
+        words.append(f"BUFFERS DIFFER: {', '.join(buffers[:3])}")
+    if checks.get("on_one_side"):
+        words.append(f"parameters on one side only: {', '.join(checks['on_one_side'][:3])}")
+    return ", ".join(words)
+
+
+def _coverage(coverage: Coverage) -> str:
+    sites = f"{coverage.matched} of {coverage.expected} sites matched"
+    rows = f"{coverage.compared} rows compared (A {coverage.rows_a}, B {coverage.rows_b})"
+    shares = {"prompt": coverage.prompt, "generated": coverage.generated, "log-probs": coverage.labels}
+    parts = ", ".join(f"{name} {_percent(share)}" for name, share in shares.items() if share.of)
+    return f"{sites}; {rows}; {parts}"
+
+
+def _percent(share: Share) -> str:
+    return f"{100.0 * share.compared / share.of:.1f} %"
+
+
+def _edges(verdict: Verdict) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("edge", "rows", "differ", "first site", "kind", "ulp"):
+        table.add_column(name, justify="right" if name in ("rows", "differ", "ulp") else "left", overflow="fold")
+    order = [*MAIN_EDGES, *(edge for edge in EDGE_PRIORITY if edge not in MAIN_EDGES and edge in verdict.edges)]
+    for edge in order:
+        summary = verdict.edges[edge]
+        mark = "> " if edge == verdict.edge else "  "
+        if summary.compared == 0:
+            table.add_row(mark + edge, "0", "", "not crossed by any row", "", "")
+            continue
+        first = summary.first
+        cells = ("equal", "", "") if first is None else (first.site, first.kind.label, _ulp(first))
+        table.add_row(mark + edge, str(summary.compared), str(summary.mismatched), *cells)
+    return table
+
+
+def _ulp(first: First) -> str:
+    return "?" if first.stats.max_ulp is None else str(first.stats.max_ulp)
+
+
+def _first(first: First) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    row = f"step {first.step} sample {first.sample} position {first.position} token {first.token} ({first.phase})"
+    yield Text(f"first     {first.site}", style="bold")
+    yield Text(f"  row     {row}")
+    yield Text(f"  kind    {first.kind.label}: {first.text}")
+    stats = first.stats
+    if stats.elements is not None:
+        ulp = "undefined (NaN)" if stats.max_ulp is None else str(stats.max_ulp)
+        size = f"{stats.mismatched_elements} of {stats.elements} elements, first at {stats.first_element}"
+        yield Text(f"  size    max {ulp} ulp, max abs {stats.max_abs:.3g}; {size}")
+    else:
+        yield Text("  size    unknown: no payload on both sides (capture with --level payload)")
+    yield Text(f"  before  {first.last_equal or 'nothing'} is the last site compared and equal")
+
+
+def _following(verdict: Verdict) -> Iterator[RenderableType]:
+    """The next divergent sites of the edge, with what they are."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = verdict.site_table
+    rows = table[(table["edge"] == verdict.edge) & (table["mismatched"] > 0)]
+    assert verdict.first is not None
+    after = rows[rows["site"] != verdict.first.site]
+    own = after[after["own"] > 0]
+    affected = verdict.affected
+    samples = ", ".join(map(str, affected.samples[:6])) + (" ..." if len(affected.samples) > 6 else "")
+    yield Text(f"affected  {affected.rows} of {affected.of} rows, samples {samples}")
+    if not len(after):
+        return
+    yield Text(f"then      {len(after)} more site(s) differ, {len(own)} of them on their own:")
+    view = Table(box=None, pad_edge=False, show_header=False)
+    for row in after[:_NEXT_SITES]:
+        ulp = "" if row["max_ulp"] < 0 else f"{row['max_ulp']} ulp"
+        view.add_row(f"  {row['site']}", f"{row['mismatched']}/{row['compared']}", str(row["kind"]), ulp)
+    yield view
+
+
+def _skipped(coverage: Coverage) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    groups = _grouped(coverage.skipped)
+    for index, (reason, (count, example)) in enumerate(groups.items()):
+        if index == _SKIP_LINES:
+            yield Text(f"          ... {len(groups) - index} more reasons (see --json)")
+            break
+        head = "skipped   " if index == 0 else "          "
+        what = example if count == 1 else f"{example} and {count - 1} more"
+        yield Text(f"{head}{what}: {reason}")
+
+
+def _grouped(skips: tuple[Skip, ...]) -> Mapping[str, tuple[int, str]]:
+    """Skips by reason, unmatched sites first: (how many, the first one)."""
+
+    def rank(skip: Skip) -> int:
+        return next((i for i, word in enumerate(("lost", "site", "rows", "edge")) if skip.what.startswith(word)), 9)
+
+    ordered = sorted(skips, key=rank)
+    counts = Counter(skip.reason for skip in ordered)
+    groups: dict[str, tuple[int, str]] = {}
+    for skip in ordered:
+        rows = f"{skip.count} {skip.what}" if skip.what.startswith("rows ") else skip.what
+        groups.setdefault(skip.reason, (counts[skip.reason], rows))
+    return groups
+
+
+def _next(verdict: Verdict) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    for index, command in enumerate(verdict.next):
+        yield Text(f"{'next' if index == 0 else '':<10}{command}")

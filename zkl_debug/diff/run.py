@@ -1,0 +1,200 @@
+"""Diff two captures: open, refuse or compare, and put the answer together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zkl_debug.diff.answer import affected, edge_summaries
+from zkl_debug.diff.buffers import check_buffers
+from zkl_debug.diff.comparison import Comparison, Progress, compare
+from zkl_debug.diff.coverage import Coverage, measure, never_forwarded
+from zkl_debug.diff.kinds import ReplayOracle
+from zkl_debug.diff.model import WITHIN_EDGES, CaptureLike, Outcome, Refusal, Skip, refuse
+from zkl_debug.diff.refuse import (
+    certification,
+    check_input_site,
+    check_overlap,
+    check_probe,
+    check_repeat,
+    check_tokens,
+    check_weights,
+    from_error,
+)
+from zkl_debug.diff.suggest import suggestions
+from zkl_debug.diff.verdict import Claim, Verdict, refused
+from zkl_debug.errors import CaptureInvalid
+from zkl_debug.schema import Json
+
+_NAMES = ("A", "B")
+Source = str | PathLike[str] | CaptureLike
+
+
+def diff_captures(
+    a: Source,
+    b: Source,
+    *,
+    partial: bool = False,
+    verify_bytes: bool = False,
+    aliases: Mapping[str, str] | None = None,
+    oracle: ReplayOracle | None = None,
+    progress: Progress | None = None,
+) -> Verdict:
+    """Compare two captures and name the first site that is not bitwise equal.
+
+    Args:
+        a, b: capture folders or open captures. Usually A is the training side.
+        partial: accept incomplete captures; the verdict says so.
+        verify_bytes: recompute every digest from the raw bytes first, and compare bytes where both sides have them.
+        aliases: site name of either side -> canonical name.
+        oracle: replays operators on captured inputs, to settle kinds.
+        progress: called with (done, total, site name) while comparing.
+
+    Returns:
+        The verdict. Captures that cannot be opened or must not be compared give a refused verdict, not an error.
+    """
+    with ExitStack() as stack:
+        opened: list[CaptureLike] = []
+        for name, source in zip(_NAMES, (a, b), strict=True):
+            try:
+                opened.append(_open(source, partial, stack))
+            except CaptureInvalid as error:
+                return refused(from_error(error, name), partial=partial)
+        try:
+            verdict = _diff(opened[0], opened[1], partial, verify_bytes, aliases, oracle, progress)
+        except CaptureInvalid as error:  # a segment that is damaged where it is read
+            return refused(from_error(error, "A or B"), partial=partial)
+        stack.pop_all()  # the tables of the verdict still read from the captures
+        return verdict
+
+
+def _open(source: Source, partial: bool, stack: ExitStack) -> CaptureLike:
+    if not isinstance(source, str | PathLike):
+        return source
+    from zkl_debug.store.reader import open_capture
+
+    return stack.enter_context(open_capture(Path(source), partial=partial))
+
+
+def _diff(
+    a: CaptureLike,
+    b: CaptureLike,
+    partial: bool,
+    verify_bytes: bool,
+    aliases: Mapping[str, str] | None,
+    oracle: ReplayOracle | None,
+    progress: Progress | None,
+) -> Verdict:
+    checks: dict[str, Json] = {}
+    certified = {"a": certification(a), "b": certification(b)}
+    known: dict[str, Any] = {"checks": checks, "certification": certified, "partial": partial}
+    for name, capture in zip(_NAMES, (a, b), strict=True):
+        refusal = check_probe(name, capture) or (check_bytes(name, capture) if verify_bytes else None)
+        if refusal is not None:
+            return refused(refusal, **known)
+    comparison = compare(a, b, verify_bytes=verify_bytes, aliases=aliases, oracle=oracle, progress=progress)
+    coverage = _coverage(comparison, partial)
+    refusal = next(_refusals(comparison, checks), None)
+    if refusal is not None:
+        return refused(refusal, coverage=coverage, **known)
+    edges = edge_summaries(comparison)
+    edge = comparison.edge
+    first = edges[edge].first if edge is not None else None
+    outcome = Outcome.DIVERGED if edge is not None else Outcome.IDENTICAL
+    claim = Claim(
+        equality="bytes" if comparison.all_bytes else "digest",
+        scope="captured-sites" if coverage.dropped or partial else "all-sites",
+        repeats=2 if all(tests["a0_a1"] for tests in certified.values()) else 1,
+    )
+    return Verdict(
+        outcome=outcome,
+        claim=claim,
+        coverage=coverage,
+        edge=edge,
+        first=first,
+        affected=affected(comparison),
+        edges=edges,
+        next=suggestions(comparison, outcome, first, coverage),
+        comparison=comparison,
+        **known,
+    )
+
+
+def _coverage(comparison: Comparison, partial: bool) -> Coverage:
+    skips = list(comparison.skips)
+    for name, capture in zip(_NAMES, (comparison.a, comparison.b), strict=True):
+        if partial and not capture.manifest.get("complete", True):
+            skips.append(Skip(f"lost in {name}: end of the capture", str(capture.manifest.get("reason", "incomplete"))))
+    return measure(
+        comparison.a, comparison.b, comparison.space, comparison.pairs, comparison.sites, comparison.compared, skips
+    )
+
+
+def _refusals(comparison: Comparison, checks: dict[str, Json]) -> Iterator[Refusal]:
+    """Reasons not to believe the comparison, the most basic first; ``checks`` is filled on the way."""
+    captures = (comparison.a, comparison.b)
+    for side, (name, capture) in enumerate(zip(_NAMES, captures, strict=True)):
+        yield from _found(check_repeat(name, capture, _stochastic(comparison, WITHIN_EDGES[side])))
+    for name, capture in zip(_NAMES, captures, strict=True):
+        yield from _found(check_buffers(name, capture))
+    checks["buffers"] = "distinct"
+    refusal, report = check_weights(*captures)
+    checks.update(report)
+    yield from _found(refusal)
+    yield from _found(check_overlap(comparison.space, comparison.sites))
+    yield from _found(check_tokens(comparison.space, never_forwarded(comparison.space)))
+    checks["token_ids"] = "equal"
+    for i, pair in enumerate(comparison.sites):
+        if pair.is_input and comparison.done[i].present.any():
+            where = comparison.where(i)
+            yield from _found(check_input_site(pair, where, comparison.space, comparison.pairs, comparison.done[i]))
+            checks[pair.parsed.op or pair.parsed.operator] = "equal"
+    if not comparison.compared.any():
+        yield refuse(
+            "nothing-compared",
+            "no row of A and B was recorded at a common site",
+            f"{int(np.count_nonzero(comparison.space.matched))} common row keys, none with a site on both sides",
+            "at least one row recorded on both sides at the same site",
+            "capture both sides with the same --sites and --layers",
+        )
+
+
+def _found(refusal: Refusal | None) -> Iterator[Refusal]:
+    if refusal is not None:
+        yield refusal
+
+
+def _stochastic(comparison: Comparison, edge: str) -> str | None:
+    first = comparison.firsts.get(edge)
+    return None if first is None else comparison.sites[first.site].name
+
+
+def check_bytes(name: str, capture: CaptureLike) -> Refusal | None:
+    """Recompute the digest of every payload row; a capture held in memory has no files to check."""
+    from zkl_debug.store.reader import Capture, verify_payload
+
+    if not isinstance(capture, Capture):
+        return None
+    bad = verify_payload(capture)
+    if not bad:
+        return None
+    row = capture.rows[bad[0].row]
+    where = f"sample {int(row['sample'])} position {int(row['position'])}"
+    return refuse(
+        "payload-damaged",
+        f"capture {name} is damaged: the bytes of {bad[0].site} at {where} do not have their digest",
+        f"{len(bad)} row(s) whose payload and digest disagree",
+        "bytes as they were recorded",
+        "copy the capture again, or capture again",
+        capture=name,
+        site=bad[0].site,
+        row=bad[0].row,
+        sample=int(row["sample"]),
+        position=int(row["position"]),
+        rows=len(bad),
+    )
