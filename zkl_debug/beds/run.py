@@ -110,7 +110,7 @@ class BedRun:
     train: TrainSide | None
 
     def mismatches(self) -> dict[str, int]:
-        """Log-probs that are not bitwise equal, by comparison: ``prompt``, ``generated``, ``reprefill``, ``compared``."""
+        """Log-probs not bitwise equal, in ``prompt``, ``generated`` and ``reprefill``; and how many were compared."""
         assert self.gen is not None
         assert self.train is not None
         count = {"prompt": 0, "generated": 0, "reprefill": 0, "compared": 0}
@@ -194,8 +194,8 @@ def run_bed(options: BedOptions, on_side: OnSide | None = None, sequences: Seque
 
     Args:
         options: the run.
-        on_side: called as ``on_side(context, side)`` for each side once its surroundings (switches, fault) are in place;
-            what it returns is entered round the side's work. This is where a capture session goes.
+        on_side: called as ``on_side(context, side)`` for each side once its surroundings (switches, fault) are in
+            place; what it returns is entered round the side's work. This is where a capture session goes.
         sequences: tokens by sample to score instead of the generated ones.
     """
     gen: GenSide | None = None

@@ -7,6 +7,7 @@ rounding, for the usual reason.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 def gather_pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """The first ``length`` rows of one sequence, [length, heads, d], out of pages ``cache`` [blocks, size, heads, d]."""
+    """The first ``length`` rows [length, heads, d] of a sequence, out of the pages ``cache`` [blocks, size, heads, d]."""
     size = cache.shape[1]
     pages = cache[table[: -(-length // size)].long()]
     return pages.reshape(-1, *cache.shape[2:])[:length]
@@ -48,7 +49,7 @@ def flash_attn_varlen_func(
     scale = softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5
     out = torch.zeros_like(q)
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for seq, (first, last) in enumerate(zip(q_ends[:-1], q_ends[1:], strict=True)):
+    for seq, (first, last) in enumerate(itertools.pairwise(q_ends)):
         length = k_ends[seq + 1] - k_ends[seq]
         if last > first and length > 0:
             keys, values = (gather_pages(t, block_table[seq], length) for t in (k, v))

@@ -97,17 +97,17 @@ def _aten_cpu_kernel(name: str, fn: Callable[..., Any]) -> Iterator[None]:
         chain.remove(fn)
         if not chain:
             library = _libraries.pop(name)
-            library._destroy()
+            library._destroy()  # type: ignore[no-untyped-call]
 
 
 def _install(name: str, chain: list[Callable[..., Any]]) -> torch.library.Library:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return chain[-1](*args, **kwargs)
 
-    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901 - destroyed when the last user leaves
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        library.impl(name, kernel, "CPU", allow_override=True)
+        library.impl(name, kernel, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
     return library
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,10 @@ def attention_parts(
     if keys is not None:
         allowed &= (index >= (keys.start or 0)) & (index < (m if keys.stop is None else keys.stop))
     rows = max(1, _TILE // (heads * size))
-    tiles = [_tile(qt.float(), k32, v32, scale, at) for qt, at in zip(q.split(rows), allowed.split(rows), strict=True)]
+    tiles = [
+        _tile(qt.float(), k32, v32, scale, at)
+        for qt, at in zip(torch.split(q, rows), torch.split(allowed, rows), strict=True)
+    ]
     out, total, top = (torch.cat(parts) for parts in zip(*tiles, strict=True))
     return out, total, top
 
@@ -147,7 +151,7 @@ def paged_varlen(attend: Attend, attend_decode: Attend | None = None) -> Callabl
             scale = softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5
             out = torch.zeros_like(q)
             ends, lengths = cu_seqlens_q.tolist(), cu_seqlens_k.diff().tolist()
-            for seq, (first, last) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+            for seq, (first, last) in enumerate(itertools.pairwise(ends)):
                 if last > first and lengths[seq] > 0:
                     fn = attend_decode if attend_decode is not None and last == first + 1 else attend
                     keys, values = (gather_pages(t, block_table[seq], lengths[seq]) for t in (k, v))

@@ -45,7 +45,7 @@ def in_row_tiles(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     assert x.dim() == 2, x.shape
     assert x.shape[1] % _LANES == 0, x.shape
     rows = max(1, _TILE_ELEMENTS // x.shape[1])
-    return torch.cat([fn(tile.contiguous()) for tile in x.split(rows)]) if len(x) else fn(x)
+    return torch.cat([fn(tile.contiguous()) for tile in torch.split(x, rows)]) if len(x) else fn(x)
 
 
 def log_of_scalars(x: Tensor) -> Tensor:

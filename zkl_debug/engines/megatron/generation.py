@@ -1,4 +1,4 @@
-"""Generation through mcore's real dynamic engine: paged KV cache, mixed prefill and decode, chunked prefill, prefix cache."""
+"""Generation through mcore's real dynamic engine: paged KV, mixed steps, chunked prefill, prefix cache."""
 
 from __future__ import annotations
 

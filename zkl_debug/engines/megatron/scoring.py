@@ -1,11 +1,12 @@
 """Scoring: the training forward of a model over given tokens, and the log-probs of these tokens.
 
-``forward_logits``, ``log_softmax`` and ``select_logprobs`` are looked up in this module at every call, so that a wrapper
-installed on the module (``scoring.log_softmax = tap(scoring.log_softmax)``) sees each of them.
+``forward_logits``, ``log_softmax`` and ``select_logprobs`` are looked up in this module at every call, so that a
+wrapper installed on the module (``scoring.log_softmax = tap(scoring.log_softmax)``) sees each of them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -150,7 +151,7 @@ def _packed_seq_params(mb: MicroBatch) -> Any:
     padded = mb.cu_seqlens_padded
     cu_padded = torch.tensor(padded, dtype=torch.int32) if padded is not None else None
     bounds = padded or mb.cu_seqlens
-    longest = max(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu,

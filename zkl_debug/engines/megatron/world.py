@@ -22,7 +22,7 @@ def ensure_world(seed: int = 123) -> None:
     global _owns_process_group, _owns_parallel_state
     if not dist.is_initialized():
         backend = "gloo" if is_needed() else "nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
         _owns_process_group = True
     with quiet():
         from megatron.core import parallel_state
