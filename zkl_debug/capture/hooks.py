@@ -17,6 +17,9 @@ from zkl_debug.schema import SiteKind
 #: keyword arguments that carry an activation when a module is called by keyword
 ACTIVATION_KWARGS = ("hidden_states", "input", "input_", "x", "query", "key", "value")
 
+#: modules that return their argument: nothing of their own to observe
+IDENTITIES = ("Identity", "IdentityOp", "IdentityFuncOp")
+
 
 @dataclass(frozen=True)
 class ModuleRule:
@@ -28,6 +31,7 @@ class ModuleRule:
         layout: layout of the module's tensors where the shape is ambiguous.
         semantic: operator class of the module.
         flatten: store rows as one dimension.
+        inputs: record input ports (off where one side passes its input in a holder that hooks must not open).
         expert_rows: the tensors are ordered by the expert permutation: ``all`` or ``one`` expert's.
     """
 
@@ -37,6 +41,7 @@ class ModuleRule:
     semantic: str = ""
     flatten: bool = False
     expert_rows: str = ""
+    inputs: bool = True
 
 
 class ModuleHooks:
@@ -59,7 +64,7 @@ class ModuleHooks:
         """Register the hooks."""
         for path, module in self.model.named_modules():
             self.paths.setdefault(id(module), path)
-            if not path:
+            if not path or type(module).__name__ in IDENTITIES:
                 continue
             rule = self._rule(path)
             if rule is not None and rule.skip:
@@ -84,7 +89,7 @@ class ModuleHooks:
             if not session.enabled:
                 return
             session.path.append(path)
-            if session.frame is None:
+            if session.frame is None or (rule is not None and not rule.inputs):
                 return
             with session.guarded(f"{path}:in"):
                 for index, tensor in enumerate(_inputs(args, kwargs)):

@@ -64,9 +64,11 @@ def resolve(tensor: torch.Tensor, frame: FrameRows, layout: str = "") -> RowView
         return _view(tensor.reshape(s * b, *shape[2:]), frame.slot, n, shape[2:])
     if shape[0] == s * b:
         return _view(tensor, frame.slot, n, shape[1:])
-    body = tensor.squeeze(1) if len(shape) > 1 and shape[1] == 1 else tensor
-    if len(shape) > 1 and shape[0] == 1:
+    body = tensor
+    if len(shape) > 2 and shape[0] == 1:
         body = tensor.squeeze(0)
+    elif len(shape) > 2 and shape[1] == 1:
+        body = tensor.squeeze(1)
     if b == 1 and body.shape[0] == n and np.array_equal(frame.slot, np.arange(n)):
         return _view(body, frame.slot, n, tuple(body.shape[1:]))
     if b == 1 and len(frame.last) and body.shape[0] == len(frame.last):

@@ -202,18 +202,24 @@ class CaptureSession:
         if flatten:
             width = int(np.prod(view.row_shape, dtype=np.int64))
             view = RowView(view.tensor.reshape(view.tensor.shape[0], width), view.take, view.row, (width,))
-        self.record_view(name, view, kind=kind, semantic=semantic)
+        self.record_view(name, view, kind=kind, semantic=semantic, source=tensor)
         return True
 
-    def record_view(self, name: str, view: RowView, *, kind: SiteKind, semantic: str = "") -> None:
-        """Record rows that were resolved by the caller (expert-permuted rows, label rows)."""
+    def record_view(
+        self, name: str, view: RowView, *, kind: SiteKind, semantic: str = "", source: torch.Tensor | None = None
+    ) -> None:
+        """Record rows that were resolved by the caller (expert-permuted rows, label rows).
+
+        ``source`` is the tensor the view was taken of; when the next hook sees the very same object its digests are
+        used again.
+        """
         frame = self._frame
-        if frame is None or not self.wants(name):
+        if frame is None or len(view.row) == 0 or not self.wants(name):
             return
         name = self._occurrence(frame, name)
         meta = self._meta(name, view, kind, semantic)
         payload = raw_rows(view) if self.options.level == "payload" else None
-        digest = self._digest(frame, view)
+        digest = self._digest(frame, view, source)
         frame.blocks.append(SiteBlock(meta, view.row, digest, payload))
 
     def record_labels(
@@ -264,22 +270,21 @@ class CaptureSession:
             return SiteMeta(name, kind, known.layer, known.order, known.port, dtype, view.row_shape, semantic=semantic)
         return known
 
-    def _digest(self, frame: _OpenFrame, view: RowView) -> NDArray[np.uint64]:
+    def _digest(self, frame: _OpenFrame, view: RowView, source: torch.Tensor | None) -> NDArray[np.uint64]:
         tensor = view.tensor.detach()
         n_view = tensor.shape[0]
         if view.take is not None and 2 * len(view.take) < n_view:
             picked = tensor.index_select(0, torch.from_numpy(view.take).to(tensor.device))
             return digest_tensor(picked, len(view.take))
-        # Inference tensors have no version counter, so an in-place write could not be noticed: never reuse there.
-        key = None
-        if not tensor.is_inference():
-            key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor._version)
+        key = _reuse_key(source, tensor)
+        if key is not None:
             hit = frame.alias.get(key)
             if hit is not None:
                 return hit[1] if view.take is None else hit[1][view.take]
         digest = digest_tensor(tensor, n_view)
         if key is not None:
-            frame.alias[key] = (tensor, digest)  # the reference keeps the storage from being reused
+            assert source is not None
+            frame.alias[key] = (source, digest)  # the reference keeps the object from being replaced by another
             if len(frame.alias) > _ALIAS_KEEP:
                 frame.alias.popitem(last=False)
         return digest if view.take is None else digest[view.take]
@@ -317,6 +322,18 @@ class CaptureSession:
             "unkeyed_rows": self.unkeyed_rows,
             "frames": self.frames_written,
         }
+
+
+def _reuse_key(source: torch.Tensor | None, rows: torch.Tensor) -> tuple[Any, ...] | None:
+    """Key under which digests of ``source`` may be used again in this frame; None where a write could go unnoticed.
+
+    The same object, storage, version and row shape are all needed. Storage and version alone are not enough:
+    assigning ``.data`` gives a new tensor the old storage with a version counter of its own. Inference tensors have no
+    counter, and kernels on a GPU may write without touching it.
+    """
+    if source is None or source.is_inference() or source.device.type != "cpu":
+        return None
+    return (id(source), source.data_ptr(), source._version, tuple(rows.shape))
 
 
 def make_label_rows(

@@ -24,6 +24,7 @@ def _rule(pattern: str, **options: Any) -> ModuleRule:
 
 RULES: tuple[ModuleRule, ...] = (
     _rule(r"(?:.*\.)?rotary_pos_emb(?:\..*)?", skip="a table over positions, not rows"),
+    _rule(r"decoder", inputs=False),
     _rule(r".*\.core_attention\..+", skip="inside core attention: rows are mixed with keys"),
     _rule(r".*\.core_attention", semantic="core_attention", flatten=True),
     _rule(r"(?:.*\.)?word_embeddings", semantic="embedding", layout="bs"),

@@ -119,13 +119,13 @@ def _key_request(
 ) -> bool:
     """Fill prefix and flags of one request's rows; False when its tokens before these rows are unknown."""
     for i in index:
-        at = int(position[i])
-        if at > len(entry.tokens):
+        place = int(position[i])
+        if place > len(entry.tokens):
             return False
-        if at == len(entry.tokens):
+        if place == len(entry.tokens):
             entry.tokens.append(int(token[i]))
-        elif entry.tokens[at] != int(token[i]):
-            entry.tokens[at:] = [int(token[i])]
+        elif entry.tokens[place] != int(token[i]):
+            entry.tokens[place:] = [int(token[i])]
     if not entry.started:
         entry.started = True
         entry.cached = int(position[index[0]])
