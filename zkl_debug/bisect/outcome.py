@@ -8,6 +8,14 @@ from typing import Any, Protocol
 
 from zkl_debug.bisect.space import Config
 
+#: Exit codes of a command besides 0 (zero) and 1 (mismatch).
+EXIT_INCONCLUSIVE = 4
+EXIT_UNTESTABLE = 125
+
+
+class Cancelled(Exception):  # noqa: N818 - not an error of the run
+    """The oracle was closed while the run was going on; its result is not wanted any more."""
+
 
 class Outcome(StrEnum):
     """What one run says about a configuration. Never folded into each other."""
@@ -142,7 +150,13 @@ class Oracle(Protocol):
         """Identifies machine and software; part of every journal key."""
 
     def run(self, trial: Trial) -> RawRun:
-        """Run one configuration. May be called from several threads at once. Must not raise for a failed run."""
+        """Run one configuration; may be called from several threads at once.
+
+        A failed run is a result, not an exception (whatever is raised is recorded as an error of the run).
+
+        Raises:
+            Cancelled: the oracle was closed meanwhile.
+        """
 
     def close(self) -> None:
         """End whatever is still running."""
