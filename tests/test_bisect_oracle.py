@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -187,7 +188,7 @@ def test_shared_variable_belongs_to_what_is_on() -> None:
 
 def test_verdict_by_file_and_by_stdout(tmp_path: Path) -> None:
     verdict = {"format": "zkl-verdict", "version": 1, "verdict": "diverged", "edge": "score-prefill"}
-    verdict["first"] = {"site": "decoder.layers.0:out"}  # type: ignore[assignment]
+    verdict["first"] = {"site": "decoder.layers.0:out"}
     by_file = f"import os; open(os.environ['ZKL_VERDICT_FILE'], 'w').write({json.dumps(verdict)!r})"
     by_stdout = f"print('noise'); print({json.dumps(verdict, indent=2)!r}); raise SystemExit(1)"
     for code in (by_file, by_stdout):
@@ -278,8 +279,6 @@ def test_sigkill_of_the_bisect_itself_resumes(tmp_path: Path) -> None:
     )
     count = tmp_path / "count"
     env = {**os.environ, "COUNT": str(count)}
-    import subprocess
-
     process = subprocess.Popen([sys.executable, str(driver)], env=env)
     deadline = time.monotonic() + 60
     while not (count.exists() and len(count.read_text().splitlines()) >= 4) and time.monotonic() < deadline:
@@ -293,7 +292,6 @@ def test_sigkill_of_the_bisect_itself_resumes(tmp_path: Path) -> None:
     assert out.stdout.strip() == "('s3',)"
     lines = count.read_text().splitlines()
     assert done >= 3
-    # all-on and the minimal set run narrow and wide; nothing else may appear twice, but for the run that was cut off
     total = len((tmp_path / "journal.jsonl").read_text().splitlines()) - 1
     assert len(lines) - before == total - done
 
