@@ -5,9 +5,9 @@ order: later sites of any edge may be consequences of it. Several edges can firs
 most specific true statement wins:
 
 1. ``within-a``, ``within-b``: one side does not even agree with itself, in one phase, on the same prefix. No second
-   system is needed to show it, so nothing is blamed on the other side. One case is excepted: rows of the side vary
-   *and* none of the varying copies equals the other side or phase. Then the variance cannot explain the cross edge,
-   which shows the larger fault and is named first.
+   system is needed to show it, so nothing is blamed on the other side. One case is excepted: on another edge none of
+   the varying copies equals what it is compared with. Then the variance cannot explain that edge, which shows the
+   larger fault and is named first.
 2. ``score-prefill`` (or the same phase of both captures): two implementations of the same computation differ. If
    prefill already differs from score, that decode differs from score too follows.
 3. ``prefill-decode``: reached only when score-prefill is clean at this site: decode alone is off, and one system
@@ -24,7 +24,7 @@ import numpy as np
 
 from zkl_debug.diff.edges import Pairs
 from zkl_debug.diff.kinds import SiteKinds
-from zkl_debug.diff.model import EDGE_PRIORITY, WITHIN_EDGES, Kind
+from zkl_debug.diff.model import EDGE_PRIORITY, WITHIN_EDGES, Ints, Kind
 
 
 @dataclass(frozen=True)
@@ -55,23 +55,25 @@ def primary_edge(pairs: Pairs, done: Sequence[SiteKinds], firsts: Mapping[str, E
         return None
     site = min(first.site for first in found.values())
     tied = [name for name in EDGE_PRIORITY if name in found and found[name].site == site]
+    if tied[0] not in WITHIN_EDGES:
+        return tied[0]
+    varying = [_varying_keys(name, pairs, done[site]) for name in tied if name in WITHIN_EDGES]
     crossing = [name for name in tied if name not in WITHIN_EDGES]
-    if crossing and tied[0] in WITHIN_EDGES:
-        explains = [name for name in tied if name in WITHIN_EDGES and _variance_explains(name, pairs, done[site])]
-        return explains[0] if explains else crossing[0]
-    return tied[0]
+    unexplained = [name for name in crossing if not any(_explains(keys, name, pairs, done[site]) for keys in varying)]
+    return unexplained[0] if unexplained else tied[0]
 
 
-def _variance_explains(edge: str, pairs: Pairs, kinds: SiteKinds) -> bool:
-    """Whether some copy of a row that varies on this side equals what it is compared with on the other edges."""
+def _varying_keys(edge: str, pairs: Pairs, kinds: SiteKinds) -> Ints:
+    """Row keys whose copies differ on a within edge."""
     part = pairs.slices[edge]
-    differs = kinds.differs
-    varying = np.unique(pairs.key[part][differs[part]])
-    crossing = np.ones(len(pairs), np.bool_)
-    for name in WITHIN_EDGES:
-        crossing[pairs.slices[name]] = False
-    asked = crossing & kinds.present & np.isin(pairs.key, varying)
-    return not asked.any() or bool((asked & ~differs).any())
+    return np.unique(pairs.key[part][kinds.differs[part]])
+
+
+def _explains(varying: Ints, edge: str, pairs: Pairs, kinds: SiteKinds) -> bool:
+    """Whether some copy of a varying row equals what this edge compares it with, or nothing says otherwise."""
+    part = pairs.slices[edge]
+    asked = kinds.present[part] & np.isin(pairs.key[part], varying)
+    return not asked.any() or bool((asked & ~kinds.differs[part]).any())
 
 
 def neighbours(
