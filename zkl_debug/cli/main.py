@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "diff": ("zkl_debug.cli.diff", "command", "Compare two captures and name the first operator that is not bitwise equal."),
     "inspect": ("zkl_debug.cli.inspect", "command", "Show what a capture folder holds."),
     "repair": ("zkl_debug.cli.repair", "command", "Recover every flushed frame of a capture that was killed."),
+    "logprobs": ("zkl_debug.cli.logprobs", "command", "What generation and training log-probs say by themselves."),
     "check": ("zkl_debug.cli.check", "command", "Check a NeMo-RL recipe for what zero train/generation mismatch requires."),
 }
 
