@@ -120,7 +120,7 @@ class Runner:
         seen.append(("inputs/position_ids:in.0", np.array([feed], np.int64)))
         x = out("embedding.word_embeddings:out", world.weights["embedding.word_embeddings.weight"][token])
         for i in range(world.layers):
-            x = self._layer(i, x, part, feed, out, note)
+            x = self._layer(i, x, part, position, feed, out, note)
         note("decoder.final_layernorm:in", x)
         x = out("decoder.final_layernorm:out", norm(x))
         note("output_layer:in", x)
@@ -130,7 +130,7 @@ class Runner:
         out("logprobs/log_softmax:out.0", logits - (top + np.log(np.exp(logits - top).sum(dtype=np.float32))))
         return seen
 
-    def _layer(self, i: int, x: Row, part: Part, feed: int, out: Any, note: Any) -> Row:
+    def _layer(self, i: int, x: Row, part: Part, position: int, feed: int, out: Any, note: Any) -> Row:
         base = f"decoder.layers.{i}"
         attention, mlp = f"{base}.self_attention", f"{base}.mlp"
         weight = self.world.weights
@@ -147,7 +147,9 @@ class Runner:
         k = out(f"{attention}/rope.k:out.0", rope(k, feed))
         for port, value in (("in", q), ("in.1", k), ("in.2", v)):
             note(f"{attention}.core_attention:{port}", value)
-        keys, values = self.cache.setdefault((part.sample, part.again, i), ([], []))
+        if position == 0:
+            self.cache[part.sample, part.again, i] = ([], [])
+        keys, values = self.cache[part.sample, part.again, i]
         keys.append(k)
         values.append(v)
         score = np.array([float(q @ old) for old in keys], np.float32)

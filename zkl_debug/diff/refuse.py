@@ -9,7 +9,7 @@ import numpy as np
 from zkl_debug.diff.compare import SiteRows, gather
 from zkl_debug.diff.edges import Pairs, named_row
 from zkl_debug.diff.kinds import SiteKinds
-from zkl_debug.diff.model import Bools, CaptureLike, Ints, Refusal, fact, refuse
+from zkl_debug.diff.model import CaptureLike, Ints, Refusal, fact, refuse
 from zkl_debug.diff.rows import RowSpace
 from zkl_debug.diff.sites import SitePair
 from zkl_debug.errors import ZklError
@@ -173,58 +173,6 @@ def _first_token(space: RowSpace, side: int) -> str:
     return f"token {int(space.token[rows[0]])} at position {int(space.position[rows[0]])}" if len(rows) else "no row"
 
 
-def check_tokens(space: RowSpace, tails: Bools) -> Refusal | None:
-    """Token ids that differ: after the same prefix, each side goes on in a way the other does not.
-
-    Args:
-        space: the joined rows.
-        tails: keys that one side samples and never runs; their absence from the other side means nothing.
-    """
-    clash = _inconsistent_key(space)
-    if clash is not None:
-        return clash
-    alone = [space.has[side] & ~space.has[1 - side] & ~tails & (space.parent < space.n_keys) for side in (0, 1)]
-    alone = [keys & np.append(space.matched, False)[space.parent] for keys in alone]
-    for labels in (False, True):
-        keys = [np.flatnonzero(side & (space.label == labels)) for side in alone]
-        shared = np.intersect1d(space.parent[keys[0]], space.parent[keys[1]])
-        if len(shared):
-            at = [side[np.isin(space.parent[side], shared)] for side in keys]
-            return _token_refusal(space, at[0], at[1], len(shared))
-    return None
-
-
-def _token_refusal(space: RowSpace, a: Ints, b: Ints, count: int) -> Refusal:
-    key_a = a[np.lexsort((space.sample[space.key_row[a]], space.position[space.key_row[a]]))[0]]
-    key_b = b[space.parent[b] == space.parent[key_a]][0]
-    row_a, row_b = int(space.key_row[key_a]), int(space.key_row[key_b])
-    sample, position = int(space.sample[row_a]), int(space.position[row_a])
-    tokens = (int(space.token[row_a]), int(space.token[row_b]))
-    return refuse(
-        "token-ids-differ",
-        f"token ids differ at sample {sample} position {position}: {tokens[0]} on A, {tokens[1]} on B",
-        f"after the same prefix the sides go on with different tokens, at {count} place(s)",
-        "the same token ids on both sides (hand over token ids, not text: re-tokenising changes them)",
-        "compare the token ids of this sample on both sides; if these are different requests, capture the same ones",
-        sample=sample,
-        sample_b=int(space.sample[row_b]),
-        position=position,
-        token_a=tokens[0],
-        token_b=tokens[1],
-        places=count,
-    )
-
-
-def _inconsistent_key(space: RowSpace) -> Refusal | None:
-    wrong = np.flatnonzero(space.token != space.token[space.key_row][space.key])
-    if not len(wrong):
-        return None
-    row, other = int(wrong[0]), int(space.key_row[space.key[wrong[0]]])
-    text = f"rows with the same prefix digest hold different tokens: {int(space.token[other])}, {int(space.token[row])}"
-    found = f"sample {int(space.sample[row])} position {int(space.position[row])}"
-    return refuse("row-keys-inconsistent", text, found, "prefix digests of the tokens in the rows", "capture again")
-
-
 _INPUT_CODES = (("token", "token-ids-differ"), ("position", "positions-differ"), ("mask", "masks-differ"))
 
 
@@ -235,6 +183,8 @@ def check_input_site(
     differs = np.flatnonzero(kinds.differs)
     if not len(differs):
         return None
+    across = differs[pairs.sides[differs] == 2]
+    differs = across if len(across) else differs
     what = pair.parsed.op or pair.parsed.operator
     code = next((code for word, code in _INPUT_CODES if word in what), "inputs-differ")
     named = named_row(space, pairs.left, pairs.right)[differs]

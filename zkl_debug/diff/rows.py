@@ -28,6 +28,7 @@ class RowSpace:
         key: row key, int64 [U].
         phase: phase code, uint8 [U].
         sample, position, token, flags, step, frame: columns of the rows, [U].
+        when: number of the (step, weight epoch) of each row, as in its key, int64 [U].
         key_row: first unified row of each key, int64 [K].
         parent: key of the same prefix one token shorter, K where there is none, int64 [K].
         orphan: the parent should exist but no row of it was captured, bool [K].
@@ -46,6 +47,7 @@ class RowSpace:
     flags: NDArray[np.uint32]
     step: Ints
     frame: Ints
+    when: Ints
     key_row: Ints
     parent: Ints
     orphan: Bools
@@ -144,6 +146,7 @@ def build_rows(a: CaptureLike, b: CaptureLike) -> RowSpace:
         flags=flags,
         step=step,
         frame=np.concatenate([rows["frame"] for rows in both]).astype(np.int64),
+        when=group_ids([keyed_step, epoch])[0],
         key_row=key_row,
         parent=parent,
         orphan=orphan,

@@ -22,11 +22,11 @@ from zkl_debug.diff.refuse import (
     check_overlap,
     check_probe,
     check_repeat,
-    check_tokens,
     check_weights,
     from_error,
 )
 from zkl_debug.diff.suggest import suggestions
+from zkl_debug.diff.tokens import check_tokens
 from zkl_debug.diff.verdict import Claim, Verdict, refused
 from zkl_debug.errors import CaptureInvalid
 from zkl_debug.schema import Json

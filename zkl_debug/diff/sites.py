@@ -123,6 +123,7 @@ def _place_for(site: SiteName, placed: Sequence[str], parsed: Mapping[str, SiteN
     for index, name in enumerate(placed):
         other = parsed[name]
         closes_over = not other.op and not other.is_input and other.path in _ancestors(site)
+        closes_over |= site.is_input and not other.is_input and other.owner == site.owner
         if other.layer != site.layer or _stack(other) != _stack(site) or closes_over:
             continue
         common = _common(parts, other.owner.split("."))
