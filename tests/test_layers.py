@@ -70,7 +70,7 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 def imported(name: str, path: Path) -> set[str]:
     """Modules that a module imports at run time, anywhere in it."""
-    found = set()
+    found: set[str] = set()
     for node in _statements(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
