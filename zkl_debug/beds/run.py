@@ -18,8 +18,6 @@ from zkl_debug.errors import UsageError
 from zkl_debug.stack import Switch, resolve
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from zkl_debug.engines.megatron.generation import DynamicGenerator, GenResult
     from zkl_debug.engines.megatron.model import ModelSpec
     from zkl_debug.engines.megatron.scoring import MicroBatch
@@ -44,9 +42,13 @@ class GenSide:
 
 @dataclass(frozen=True)
 class TrainSide:
-    """What scoring returned: log-probs of tokens 1..n-1 by sample, and the micro-batches they came from."""
+    """What scoring returned: log-probs of tokens 1..n-1 by sample, and the micro-batches they came from.
+
+    ``rescored`` holds those of the second pass, empty without one.
+    """
 
     log_probs: dict[int, LogProbs]
+    rescored: dict[int, LogProbs]
     batches: tuple[MicroBatch, ...]
     seconds: float
 
@@ -58,11 +60,12 @@ class BedContext:
     options: BedOptions
     bed: Bed
     spec: ModelSpec
-    model: nn.Module
+    model: Any
     generator: DynamicGenerator
     switches: tuple[Switch, ...]
     fault: Fault
     sequences: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    prompt_lens: dict[int, int] = field(default_factory=dict)
 
     @property
     def packing(self) -> bool:
@@ -80,6 +83,7 @@ class BedContext:
         again = self.generator.reprefill(results) if self.options.reprefill else []
         done = GenSide(tuple(results), tuple(again), time.perf_counter() - started)
         self.sequences = self.sequences or done.sequences
+        self.prompt_lens = self.prompt_lens or {r.sample: r.prompt_length for r in results}
         return done
 
     def run_train(self, sequences: Sequences | None = None) -> TrainSide:
@@ -88,17 +92,23 @@ class BedContext:
         Raises:
             UsageError: when there is nothing to score.
         """
-        from zkl_debug.engines.megatron import scoring
-
-        tokens = sequences or self.sequences
+        tokens = dict(sequences or self.sequences)
         if not tokens:
             raise UsageError("nothing to score", "sequences, or a gen run before the train run")
+        tokens.update(workload.crowd(self.options, self.spec.vocab))
         started = time.perf_counter()
         batches = workload.micro_batches(self.options, tokens, packing=self.packing)
+        again = workload.rescoring_batches(self.options, tokens, len(batches))
+        log_probs, rescored = (self._score(group) for group in (batches, again))
+        return TrainSide(log_probs, rescored, (*batches, *again), time.perf_counter() - started)
+
+    def _score(self, batches: Sequence[MicroBatch]) -> dict[int, LogProbs]:
+        from zkl_debug.engines.megatron import scoring
+
         log_probs: dict[int, LogProbs] = {}
         for batch in batches:
             log_probs.update(zip(batch.samples, scoring.score_microbatch(self.model, batch), strict=True))
-        return TrainSide(log_probs, tuple(batches), time.perf_counter() - started)
+        return log_probs
 
 
 @dataclass(frozen=True)

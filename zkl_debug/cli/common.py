@@ -38,7 +38,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class Size(click.ParamType):
+class Size(click.ParamType[int]):
     """Bytes with an optional binary suffix: ``4GiB``, ``512MiB``, ``1000``."""
 
     name = "size"

@@ -13,11 +13,20 @@ from zkl_debug.errors import ExitCode, ZklError
 
 #: command name -> (module, attribute, one-line help). Only modules that exist are listed.
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "diff": ("zkl_debug.cli.diff", "command", "Compare two captures and name the first operator that is not bitwise equal."),
+    "demo": ("zkl_debug.cli.demo", "command", "The story in one screen: a bed with its stack on and off."),
+    "doctor": ("zkl_debug.cli.doctor", "command", "What this machine can run."),
+    "beds": ("zkl_debug.cli.beds", "command", "Beds, their switches and faults."),
+    "capture": ("zkl_debug.cli.capture", "command", "Run a bed and capture both sides."),
+    "diff": ("zkl_debug.cli.diff", "command", "Compare two captures; name the first operator that differs."),
     "inspect": ("zkl_debug.cli.inspect", "command", "Show what a capture folder holds."),
     "repair": ("zkl_debug.cli.repair", "command", "Recover every flushed frame of a capture that was killed."),
     "logprobs": ("zkl_debug.cli.logprobs", "command", "What generation and training log-probs say by themselves."),
-    "check": ("zkl_debug.cli.check", "command", "Check a NeMo-RL recipe for what zero train/generation mismatch requires."),
+    "check": (
+        "zkl_debug.cli.check",
+        "command",
+        "Check a NeMo-RL recipe for what zero train/generation mismatch requires.",
+    ),
+    "bench": ("zkl_debug.cli.bench", "command", "Measured costs of capture and store."),
 }
 
 

@@ -1,0 +1,1 @@
+"""What ``zkl-debug bench`` measures: always against a plain baseline in the same run."""

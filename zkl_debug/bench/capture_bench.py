@@ -1,0 +1,123 @@
+"""What a capture costs: the scoring forward of a CPU model big enough to matter, plain, attached but off, and captured.
+
+The variants take turns within each round and the median over rounds of each is compared, so that a slow drift of the
+machine touches all of them alike.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zkl_debug.schema import Json
+
+
+@dataclass(frozen=True)
+class CaptureBench:
+    """Size of the measured forward.
+
+    Attributes:
+        layers, hidden, heads, ffn, vocab: model sizes.
+        tokens: tokens of the forward.
+        rounds: measured rounds; each runs every variant once.
+        dtype: ``fp32`` or ``bf16``.
+    """
+
+    layers: int = 8
+    hidden: int = 1024
+    heads: int = 16
+    ffn: int = 2816
+    vocab: int = 4096
+    tokens: int = 512
+    rounds: int = 7
+    dtype: str = "fp32"
+
+
+def bench_capture(size: CaptureBench | None = None, progress: Callable[[str], None] | None = None) -> dict[str, Json]:
+    """Time the variants ``plain``, ``off``, ``digest`` and ``payload``; ratios are to ``plain`` of the same run.
+
+    Returns:
+        Seconds per forward (median), ratio of each variant, sites and bytes digested, and digest speed in bytes/s.
+    """
+    size = size or CaptureBench()
+    from zkl_debug.engines.cpu import cpu_backend
+    from zkl_debug.engines.megatron import scoring, world
+
+    say = progress or (lambda _text: None)
+    root = Path(tempfile.mkdtemp(prefix="zkl-bench-"))
+    try:
+        with cpu_backend(), world.world():
+            say("building the model")
+            model = _model(size)
+            rng = np.random.default_rng(0)
+            tokens = rng.integers(0, size.vocab, size.tokens).tolist()
+            batch = scoring.padded_batch(0, [(0, tokens)])
+            times: dict[str, list[float]] = {name: [] for name in ("plain", "off", "digest", "payload")}
+            facts: dict[str, Json] = {}
+            scoring.score_microbatch(model, batch)
+            for number in range(size.rounds):
+                for name, values in times.items():
+                    say(f"round {number + 1} of {size.rounds}: {name}")
+                    values.append(_timed(model, batch, name, root / f"{name}{number}", facts))
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return _report(size, times, facts)
+
+
+def _model(size: CaptureBench) -> Any:
+    from zkl_debug.engines.megatron.model import ModelSpec, build_model
+
+    spec = ModelSpec(
+        layers=size.layers,
+        hidden=size.hidden,
+        heads=size.heads,
+        kv_groups=size.heads,
+        ffn=size.ffn,
+        vocab=size.vocab,
+        max_length=size.tokens,
+    )
+    return build_model(spec, size.dtype, 0)
+
+
+def _timed(model: Any, batch: Any, name: str, out: Path, facts: dict[str, Json]) -> float:
+    """Seconds of one forward. Attaching and closing are outside the clock; waiting for the writer is inside."""
+    from zkl_debug.capture.api import Capture
+    from zkl_debug.engines.megatron import scoring
+
+    observer: AbstractContextManager[Any] = (
+        nullcontext() if name == "plain" else Capture(model, out, "train", level=name)
+    )
+    with observer as capture:
+        begin = time.perf_counter()
+        scoring.score_microbatch(model, batch)
+        if capture is not None and name != "off":
+            capture.session.flush()
+        seconds = time.perf_counter() - begin
+        if capture is not None and name == "digest":
+            facts["sites"] = len(capture.session.metas)
+            facts["errors"] = list(capture.session.errors)
+    if name == "payload":
+        facts["payload_bytes"] = sum(p.stat().st_size for p in out.rglob("*.h5"))
+    shutil.rmtree(out, ignore_errors=True)
+    return seconds
+
+
+def _report(size: CaptureBench, times: dict[str, list[float]], facts: dict[str, Json]) -> dict[str, Json]:
+    median = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "size": {k: getattr(size, k) for k in ("layers", "hidden", "ffn", "vocab", "tokens", "rounds", "dtype")},
+        "seconds": {k: round(v, 4) for k, v in median.items()},
+        "best": {k: round(min(v), 4) for k, v in times.items()},
+        "ratio": {k: round(median[k] / median["plain"], 4) for k in median},
+        "ratio_of_best": {k: round(min(times[k]) / min(times["plain"]), 4) for k in times},
+        **facts,
+    }

@@ -1,0 +1,65 @@
+"""``zkl-debug beds``: what can be run here, and what can be broken in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from rich.table import Table
+
+from zkl_debug.cli.common import emit_json, stdout
+
+
+def describe() -> dict[str, Any]:
+    """Beds, switches and faults as one document."""
+    from zkl_debug.beds.bed import BEDS
+    from zkl_debug.beds.faults import FAULTS
+    from zkl_debug.stack import ladder
+
+    return {
+        "format": "zkl-beds",
+        "version": 1,
+        "beds": [
+            {"name": b.name, "description": b.description, "dtypes": list(b.dtypes), "faults": list(b.faults)}
+            for b in BEDS.values()
+        ],
+        "switches": [
+            {
+                "name": s.name,
+                "fixes": s.fixes,
+                "owner": s.owner,
+                "group": s.group,
+                "requires": list(s.requires),
+                "conflicts": list(s.conflicts),
+            }
+            for s in ladder()
+        ],
+        "faults": [
+            {"id": f.id, "title": f.title, "source": f.source, "beds": list(f.beds), "dtypes": list(f.dtypes)}
+            for f in FAULTS.values()
+        ],
+    }
+
+
+@click.command("beds")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(as_json: bool) -> int:
+    """List beds, the switches of their stack in order, and the faults that can be put in."""
+    document = describe()
+    if as_json:
+        emit_json(document)
+        return 0
+    console = stdout()
+    for title, key, columns in (
+        ("Beds", "beds", ("name", "description", "dtypes")),
+        ("Switches, in ladder order", "switches", ("name", "fixes", "owner")),
+        ("Faults", "faults", ("id", "title", "beds", "dtypes")),
+    ):
+        table = Table(title=title, title_justify="left", header_style="bold")
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for item in document[key]:
+            table.add_row(*(", ".join(v) if isinstance(v := item[c], list) else str(v) for c in columns))
+        console.print(table)
+    console.print("next: zkl-debug capture --bed tiny-gpt --stack off --out DIR")
+    return 0

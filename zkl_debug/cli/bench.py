@@ -1,0 +1,60 @@
+"""``zkl-debug bench``: measured costs, each a ratio to a baseline of the same run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout
+
+
+@click.group("bench")
+def command() -> None:
+    """Measure what zkl-debug costs on this machine."""
+
+
+@command.command("capture")
+@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
+@click.option("--hidden", type=int, default=1024, show_default=True)
+@click.option("--layers", type=int, default=8, show_default=True)
+@click.option("--tokens", type=int, default=512, show_default=True)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def capture_command(rounds: int, hidden: int, layers: int, tokens: int, dtype: str, as_json: bool) -> int:
+    """Scoring forward of a CPU model: plain, attached but off, digest, payload."""
+    from zkl_debug.bench.capture_bench import CaptureBench, bench_capture
+    from zkl_debug.bench.store_bench import bench_store
+
+    size = CaptureBench(layers=layers, hidden=hidden, heads=max(1, hidden // 64), tokens=tokens, rounds=rounds)
+    size = CaptureBench(**{**size.__dict__, "dtype": dtype})
+    console = stderr()
+    with console.status("starting") as status:
+        capture = bench_capture(size, lambda text: status.update(text))
+        status.update("payload writing against raw file writing")
+        store = bench_store(256 << 20)
+    return _finish({"format": "zkl-bench", "version": 1, "capture": capture, "store": store}, as_json)
+
+
+@command.command("store")
+@click.option("--size", type=SIZE, default="256MiB", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def store_command(size: int, as_json: bool) -> int:
+    """Payload writing speed against raw file writing of the same bytes."""
+    from zkl_debug.bench.store_bench import bench_store
+
+    return _finish({"format": "zkl-bench", "version": 1, "store": bench_store(size)}, as_json)
+
+
+def _finish(document: dict[str, Any], as_json: bool) -> int:
+    if as_json:
+        emit_json(document)
+        return 0
+    console = stdout()
+    for name, part in document.items():
+        if not isinstance(part, dict):
+            continue
+        console.print(f"[bold]{name}[/]")
+        for key, value in part.items():
+            console.print(f"  {key}: {value}")
+    return 0
