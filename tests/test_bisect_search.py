@@ -213,14 +213,14 @@ def test_mean_runs_at_twenty_switches(k: int, bound: float) -> None:
     rnd = random.Random(k)
     space = plain(20)
     total = 0
-    for _ in range(300):
+    for _ in range(150):
         world = World(space, tuple(frozenset([c]) for c in rnd.sample(space.order, k)))
         result = drive(space, world.judge)
         assert set(result.minimal) == set().union(*world.clauses)
         total += result.runs["search"] + result.runs.get("minimality", 0)
         assert result.runs["endpoints"] == 2
         assert result.runs["confirmation"] == 1
-    assert total / 300 <= bound
+    assert total / 150 <= bound
 
 
 def test_nothing_to_explain_and_stack_insufficient() -> None:
