@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import h5py
 import numpy as np
@@ -42,6 +43,9 @@ from zkl_debug.store.layout import (
     site_to_json,
 )
 
+#: Chunks begin on a page, so that a positioned write does not touch a page twice.
+_PAGE = 4096
+
 Extents = tuple[tuple[int, int], ...]
 
 
@@ -53,57 +57,107 @@ def write_at(fd: int, data: NDArray[Any], offset: int) -> None:
         view, offset = view[done:], offset + done
 
 
-def _create(parent: Any, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], chunk: int = 0) -> Any:
-    kind = h5t.py_create(dtype, logical=True)
-    if not chunk:
-        return h5d.create(parent, name.encode(), kind, h5s.create_simple(shape))
+class Output(Protocol):
+    """Where a segment's bytes go."""
+
+    def write(self, fd: int, data: NDArray[Any], offset: int) -> None:
+        """Write an array's bytes at a file offset, at once or later."""
+
+    def settle(self) -> None:
+        """Return when everything is written."""
+
+
+class Direct:
+    """Writes at once."""
+
+    def write(self, fd: int, data: NDArray[Any], offset: int) -> None:
+        """Write an array's bytes at a file offset."""
+        write_at(fd, data, offset)
+
+    def settle(self) -> None:
+        """Nothing is ever left."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """An open HDF5 file, a descriptor of the same file, and the output that writes to it."""
+
+    file: Any
+    fd: int
+    output: Output
+
+    def put(self, data: NDArray[Any], offset: int) -> None:
+        """Write an array's bytes at a file offset."""
+        self.output.write(self.fd, data, offset)
+
+
+@lru_cache(maxsize=64)
+def _hdf_type(dtype: np.dtype[Any]) -> Any:
+    return h5t.py_create(dtype, logical=True)
+
+
+@lru_cache(maxsize=256)
+def _plist(chunk: tuple[int, ...]) -> Any:
+    """Allocate in the file at once and never fill: the bytes are written by position."""
     plist = h5p.create(h5p.DATASET_CREATE)
-    plist.set_chunk((chunk, *shape[1:]))
+    if chunk:
+        plist.set_chunk(chunk)
     plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     plist.set_fill_time(h5d.FILL_TIME_NEVER)
-    return h5d.create(parent, name.encode(), kind, h5s.create_simple(shape, (h5s.UNLIMITED, *shape[1:])), plist)
+    return plist
 
 
-def put_array(parent: Any, name: str, data: NDArray[Any]) -> None:
+def create_dataset(parent: Any, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], chunk: int = 0) -> Any:
+    """A dataset without filters: contiguous, or growing along the first axis by chunks of ``chunk`` rows."""
+    limits = (h5s.UNLIMITED, *shape[1:]) if chunk else shape
+    space = h5s.create_simple(shape, limits)
+    return h5d.create(parent, name.encode(), _hdf_type(dtype), space, _plist((chunk, *shape[1:]) if chunk else ()))
+
+
+def put_array(target: Target, parent: Any, name: str, data: NDArray[Any]) -> None:
     """Write a contiguous dataset of exactly ``data``."""
     data = np.ascontiguousarray(data)
-    dset = _create(parent, name, data.dtype, data.shape)
+    dset = create_dataset(parent, name, data.dtype, data.shape)
     if data.size:
-        dset.write(h5s.ALL, h5s.ALL, data)
+        target.put(data, int(dset.get_offset()))
 
 
-def put_json(parent: Any, name: str, value: Json) -> None:
+def put_json(target: Target, parent: Any, name: str, value: Json) -> None:
     """Write JSON as a uint8 dataset."""
-    put_array(parent, name, np.frombuffer(encode_json(value), np.uint8))
+    put_array(target, parent, name, np.frombuffer(encode_json(value), np.uint8))
 
 
 _SCALAR = h5s.create(h5s.SCALAR)
+
+
+@lru_cache(maxsize=256)
+def _text_type(size: int) -> Any:
+    kind = h5t.C_S1.copy()
+    kind.set_size(size)
+    kind.set_cset(h5t.CSET_UTF8)
+    kind.set_strpad(h5t.STR_NULLPAD)
+    return kind
 
 
 def put_attr(parent: Any, name: str, value: str | int | Sequence[int]) -> None:
     """Write an attribute: a fixed-length UTF-8 string, an int64 or an int64 array."""
     if isinstance(value, str):
         raw = value.encode("utf-8", "replace")
-        kind = h5t.C_S1.copy()
-        kind.set_size(max(1, len(raw)))
-        kind.set_cset(h5t.CSET_UTF8)
-        kind.set_strpad(h5t.STR_NULLPAD)
-        attr = h5a.create(parent, name.encode(), kind, _SCALAR)
-        attr.write(np.array(raw, dtype=f"S{max(1, len(raw))}"), mtype=kind)
+        kind = _text_type(max(1, len(raw)))
+        h5a.create(parent, name.encode(), kind, _SCALAR).write(np.array(raw, f"S{max(1, len(raw))}"), mtype=kind)
         return
     data = np.array(value, dtype="<i8")
     space = _SCALAR if data.ndim == 0 else h5s.create_simple(data.shape)
     attr = h5a.create(parent, name.encode(), h5t.STD_I64LE, space)
     if data.size:
-        attr.write(data)
+        attr.write(data, mtype=h5t.STD_I64LE)
 
 
 class Column:
     """A dataset that grows along its first axis.
 
     Args:
-        file: the segment's HDF5 file.
-        fd: file descriptor of the same file.
+        target: the segment's file.
         parent: HDF5 group identifier.
         name: dataset name.
         dtype, row_shape: of one row.
@@ -113,8 +167,7 @@ class Column:
 
     def __init__(
         self,
-        file: Any,
-        fd: int,
+        target: Target,
         parent: Any,
         name: str,
         dtype: np.dtype[Any],
@@ -123,12 +176,12 @@ class Column:
         chunk_bytes: int = INDEX_CHUNK_BYTES,
         write_through: bool = False,
     ) -> None:
-        self._file, self._fd, self._parent, self._name = file, fd, parent, name
+        self._target, self._parent, self._name = target, parent, name
         self.dtype, self.row_shape = dtype, row_shape
         self.row_bytes = dtype.itemsize * int(np.prod(row_shape, dtype=np.int64))
         self._chunk_rows = chunk_rows(self.row_bytes, chunk_bytes)
         self._write_through = write_through
-        self._buffer = np.empty((0, *row_shape), dtype)
+        self._pending: list[NDArray[Any]] = []
         self._buffered = 0
         self._written = 0
         self._dset: Any = None
@@ -147,7 +200,7 @@ class Column:
             if self._buffered + len(data) < self._chunk_rows:
                 self._keep(data)
                 return ()
-            self._dset = _create(self._parent, self._name, self.dtype, (0, *self.row_shape), self._chunk_rows)
+            self._dset = create_dataset(self._parent, self._name, self.dtype, (0, *self.row_shape), self._chunk_rows)
             if self._write_through:
                 self._put(self._take())
         if self._write_through:
@@ -168,7 +221,7 @@ class Column:
         if self._dset is None:
             data = self._take()
             self._note(data)
-            put_array(self._parent, self._name, data)
+            put_array(self._target, self._parent, self._name, data)
             self._written = len(data)
             return
         self._put(self._take())
@@ -185,20 +238,17 @@ class Column:
             self._blocks.append(fold_blocks(data))
 
     def _keep(self, data: NDArray[Any]) -> None:
-        end = self._buffered + len(data)
-        if end > len(self._buffer):
-            grown = np.empty((min(self._chunk_rows, max(end, 2 * len(self._buffer))), *self.row_shape), self.dtype)
-            grown[: self._buffered] = self._buffer[: self._buffered]
-            self._buffer = grown
-        self._buffer[self._buffered : end] = data
-        self._buffered = end
+        if len(data):
+            base = data.base  # a view may hold on to much more memory than its rows
+            owned = base is None or (isinstance(base, np.ndarray) and base.flags.owndata and base.nbytes == data.nbytes)
+            self._pending.append(data if owned else data.copy())
+            self._buffered += len(data)
 
     def _take(self) -> NDArray[Any]:
-        data = self._buffer[: self._buffered]
-        self._buffered = 0
-        if self._write_through:
-            self._buffer = np.empty((0, *self.row_shape), self.dtype)
-        return data
+        pending, self._pending, self._buffered = self._pending, [], 0
+        if len(pending) == 1:
+            return pending[0]
+        return np.concatenate(pending) if pending else np.empty((0, *self.row_shape), self.dtype)
 
     def _put(self, data: NDArray[Any]) -> Extents:
         extents: list[tuple[int, int]] = []
@@ -210,7 +260,7 @@ class Column:
             if inside == 0:
                 self._chunk_offset = self._allocate(self._written + count)
             offset = self._chunk_offset + inside * self.row_bytes
-            write_at(self._fd, data[:count], offset)
+            self._target.put(data[:count], offset)
             if extents and sum(extents[-1]) == offset:
                 extents[-1] = (extents[-1][0], extents[-1][1] + count * self.row_bytes)
             else:
@@ -221,10 +271,12 @@ class Column:
 
     def _allocate(self, rows: int) -> int:
         """Extend the dataset into a new chunk and return the chunk's byte offset in the file."""
-        before = self._file.id.get_filesize()
+        nbytes = self._chunk_rows * self.row_bytes
+        before = self._target.file.id.get_filesize()
         self._dset.set_extent((rows, *self.row_shape))
-        if self._file.id.get_filesize() - before == self._chunk_rows * self.row_bytes:
-            return int(before)  # HDF5 extended the file by just this chunk
+        after = self._target.file.id.get_filesize()
+        if nbytes <= after - before < nbytes + _PAGE and (after - nbytes) % _PAGE == 0:
+            return int(after - nbytes)  # the file grew by this chunk, aligned to a page, and by nothing behind it
         corner = (self._written, *(0 for _ in self.row_shape))
         offset = self._dset.get_chunk_info_by_coord(corner).byte_offset
         if offset is None:
@@ -281,22 +333,26 @@ class SegmentWriter:
     Args:
         path: file to create; must not exist.
         header: root attributes: side, rank, world, segment, meta.
+        output: what writes the bytes; default at once, in the calling thread.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Json]) -> None:
+    def __init__(self, path: Path, header: Mapping[str, Json], output: Output | None = None) -> None:
         self.path = path
-        self._file = h5py.File(path, "x", libver="earliest")
+        self._file = h5py.File(
+            path, "x", libver="earliest", alignment_threshold=INDEX_CHUNK_BYTES // 2, alignment_interval=_PAGE
+        )
         self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._target = Target(self._file, self._fd, output or Direct())
         root = self._file.id
         put_attr(root, "format", FORMAT)
         put_attr(root, "version", FORMAT_VERSION)
         put_attr(root, "side", str(header["side"]))
         for key in ("rank", "world", "segment"):
             put_attr(root, key, int(header[key]))
-        put_json(root, "meta", header["meta"])
+        put_json(self._target, root, "meta", header["meta"])
         self._sites_group = h5g.create(root, b"sites")
-        self._frames = Column(self._file, self._fd, root, "frames", FRAME_DTYPE, ())
-        self._rows = Column(self._file, self._fd, root, "rows", ROW_DTYPE, ())
+        self._frames = Column(self._target, root, "frames", FRAME_DTYPE, ())
+        self._rows = Column(self._target, root, "rows", ROW_DTYPE, ())
         self._sites: dict[int, Site] = {}
         self._events: list[EventRecord] = []
         self._states: dict[int, list[StateRecord]] = {}
@@ -325,8 +381,8 @@ class SegmentWriter:
         site = self._sites.get(block.index)
         if site is None:
             group = h5g.create(self._sites_group, f"{block.index:05d}".encode())
-            row = Column(self._file, self._fd, group, "row", np.dtype("<u4"), ())
-            digest = Column(self._file, self._fd, group, "digest", np.dtype("<u8"), (2,))
+            row = Column(self._target, group, "row", np.dtype("<u4"), ())
+            digest = Column(self._target, group, "digest", np.dtype("<u8"), (2,))
             site = self._sites[block.index] = Site(block.index, block.meta, group, row, digest)
         return site
 
@@ -342,8 +398,7 @@ class SegmentWriter:
         if site.payload is None:
             width = (block.payload.shape[1],)
             site.payload = Column(
-                self._file,
-                self._fd,
+                self._target,
                 site.group,
                 "payload",
                 block.payload.dtype,
@@ -375,8 +430,9 @@ class SegmentWriter:
         self._close_events(root)
         self._close_states(root)
         checks = {"frames": self._frames.check(), "rows": self._rows.check()}
-        put_json(root, "index", index)
-        put_json(root, "check", checks)
+        put_json(self._target, root, "index", index)
+        put_json(self._target, root, "check", checks)
+        self._target.output.settle()
         self._file.close()
         os.close(self._fd)
         return Summary(
@@ -410,7 +466,7 @@ class SegmentWriter:
                 "payload_width": site.payload.row_shape[0],
             }
             if site.payload_row is not None:
-                put_array(site.group, "payload_row", np.concatenate(site.payload_row))
+                put_array(self._target, site.group, "payload_row", np.concatenate(site.payload_row))
                 entry["payload_sparse"] = True
         return entry
 
@@ -418,16 +474,19 @@ class SegmentWriter:
         table = np.zeros(len(self._events), EVENT_DTYPE)
         for i, event in enumerate(self._events):
             table[i] = (event.event_seq, event.step, event.weight_version, event.frame)
-        put_array(root, "events", table)
-        put_json(root, "events_detail", [{"name": e.name, "detail": dict(e.detail)} for e in self._events])
+        put_array(self._target, root, "events", table)
+        put_json(
+            self._target, root, "events_detail", [{"name": e.name, "detail": dict(e.detail)} for e in self._events]
+        )
 
     def _close_states(self, root: Any) -> None:
         group = h5g.create(root, b"state")
         for seq, records in self._states.items():
             sub = h5g.create(group, str(seq).encode())
-            put_array(sub, "digest", np.array([r.digest for r in records], "<u8").reshape(-1, 2))
-            put_array(sub, "data_ptr", np.array([r.data_ptr for r in records], "<u8"))
+            put_array(self._target, sub, "digest", np.array([r.digest for r in records], "<u8").reshape(-1, 2))
+            put_array(self._target, sub, "data_ptr", np.array([r.data_ptr for r in records], "<u8"))
             put_json(
+                self._target,
                 sub,
                 "records",
                 [

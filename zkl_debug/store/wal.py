@@ -101,23 +101,28 @@ class WalWriter:
 
     def frame(self, frame: NDArray[Any], rows: NDArray[Any], blocks: Sequence[LoggedBlock]) -> None:
         """Append a frame: record [1] of FRAME_DTYPE, rows [n] of ROW_DTYPE, and its blocks."""
-        entries = np.zeros(len(blocks), _ENTRY)
-        parts: list[Any] = [_COUNTS.pack(len(rows), len(blocks)), _raw(frame), _raw(rows), _raw(entries)]
-        for i, block in enumerate(blocks):
+        entries, rows_of, digests, inlines = [], [], [], []
+        extents: list[tuple[int, int]] = []
+        for block in blocks:
             inline = _raw(block.inline)
-            entries[i] = (
-                block.site,
-                len(block.row),
-                block.dropped,
-                block.has_payload,
-                len(block.extents),
-                len(inline),
+            entries.append(
+                (block.site, len(block.row), block.dropped, block.has_payload, len(block.extents), len(inline))
             )
-            parts += [_raw(block.row), _raw(block.digest)]
-            if block.extents:
-                parts.append(_raw(np.array(list(block.extents), _EXTENT)))
+            rows_of.append(block.row)
+            digests.append(block.digest)
+            extents += block.extents
             if len(inline):
-                parts.append(inline)
+                inlines.append(inline)
+        parts: list[Any] = [
+            _COUNTS.pack(len(rows), len(blocks)),
+            _raw(frame),
+            _raw(rows),
+            _raw(np.array(entries, _ENTRY)),
+            _raw(np.concatenate(rows_of)) if rows_of else b"",
+            _raw(np.concatenate(digests)) if digests else b"",
+            _raw(np.array(extents, _EXTENT)),
+            *inlines,
+        ]
         self._append(Record.FRAME, parts)
 
     def _append(self, kind: Record, parts: list[Any]) -> None:
@@ -125,14 +130,21 @@ class WalWriter:
         crc = zlib.crc32(struct.pack("<IQ", kind, length))
         for part in parts:
             crc = zlib.crc32(part, crc)
-        queue = [memoryview(_HEAD.pack(_MAGIC, kind, length, crc)), *(memoryview(part) for part in parts if len(part))]
+        head = _HEAD.pack(_MAGIC, kind, length, crc)
         self.nbytes += _HEAD.size + length
-        while queue:
-            done = os.writev(self._fd, queue[:_IOV_MAX])
-            while queue and done >= len(queue[0]):
-                done -= len(queue.pop(0))
-            if done:
-                queue[0] = queue[0][done:]
+        queue = [memoryview(head), *(memoryview(part) for part in parts if len(part))]
+        for start in range(0, len(queue), _IOV_MAX):
+            self._write(queue[start : start + _IOV_MAX])
+
+    def _write(self, parts: list[memoryview]) -> None:
+        done = os.writev(self._fd, parts)
+        for part in parts:
+            if done >= len(part):
+                done -= len(part)
+                continue
+            while done < len(part):  # a short write: the rest one part at a time
+                done += os.write(self._fd, part[done:])
+            done = 0
 
     def close(self) -> None:
         """Close the log, leaving the file."""
@@ -233,21 +245,26 @@ def decode_frame(body: bytes) -> LoggedFrame:
     frame = cursor.array(FRAME_DTYPE, 1)
     rows = cursor.array(ROW_DTYPE, n_rows)
     entries = cursor.array(_ENTRY, n_blocks)
-    blocks = []
-    for entry in entries:
-        count = int(entry["rows"])
-        row = cursor.array(np.dtype("<u4"), count)
-        digest = cursor.array(np.dtype("<u8"), 2 * count).reshape(count, 2)
-        extents = cursor.array(_EXTENT, int(entry["extents"]))
-        inline = cursor.take(int(entry["inline"]))
-        if count and int(row.max()) >= n_rows:
-            raise ValueError("a site points at a row the frame has not")
-        pairs = tuple((int(e["offset"]), int(e["nbytes"])) for e in extents)
+    counts = entries["rows"].tolist()
+    row = cursor.array(np.dtype("<u4"), sum(counts))
+    digest = cursor.array(np.dtype("<u8"), 2 * sum(counts)).reshape(-1, 2)
+    extents = cursor.array(_EXTENT, sum(entries["extents"].tolist())).tolist()
+    if len(row) and int(row.max()) >= n_rows:
+        raise ValueError("a site points at a row the frame has not")
+    blocks, at, piece = [], 0, 0
+    for site, count, dropped, has_payload, n_extents, inline in entries.tolist():
         blocks.append(
             LoggedBlock(
-                int(entry["site"]), row, digest, int(entry["dropped"]), bool(entry["has_payload"]), inline, pairs
+                site,
+                row[at : at + count],
+                digest[at : at + count],
+                dropped,
+                bool(has_payload),
+                cursor.take(inline),
+                tuple(extents[piece : piece + n_extents]),
             )
         )
+        at, piece = at + count, piece + n_extents
     if cursor.left:
         raise ValueError(f"{cursor.left} bytes too many in the record")
     return LoggedFrame(frame, rows, blocks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from zkl_debug.store.layout import (
     variant_name,
 )
 from zkl_debug.store.manifest import SegmentEntry, build_manifest, write_json
+from zkl_debug.store.pipeline import Pipeline
 from zkl_debug.store.segment import Block, SegmentWriter
 from zkl_debug.store.wal import LoggedBlock, Record, WalWriter, header_json
 
@@ -109,22 +109,19 @@ class CaptureWriter:
         self._payload_bytes = 0
         self._payload_over = False
         self._segment_bytes = segment_bytes
-        self._queue_bytes = queue_bytes
         self._registry = _Registry()
         self._entries: list[SegmentEntry] = []
         self._segment: SegmentWriter
         self._wal: WalWriter
         self._logged: dict[int, Any] = {}
-        self._queue: deque[tuple[Callable[[], None], int]] = deque()
-        self._waiting = 0
-        self._busy = False
-        self._stop = False
         self._closed = False
-        self._failure: BaseException | None = None
-        self._condition = threading.Condition()
-        self._open_segment()
-        self._thread = threading.Thread(target=self._run, name="zkl-writer", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._pipeline = Pipeline(queue_bytes)
+        try:
+            self._open_segment()
+        except BaseException:
+            self._pipeline.cancel()
+            raise
 
     # What the observed program calls.
 
@@ -146,21 +143,24 @@ class CaptureWriter:
         table["frame"] = record["frame"][0]
         for block in sites:
             _check_block(block, len(table))
-        with self._condition:
+        with self._lock:
+            self._check()
             blocks = [self._file_block(block) for block in sites]
             nbytes = table.nbytes + sum(block.nbytes for block in blocks)
-            self._put(lambda: self._do_frame(record, table, blocks), nbytes)
+            self._submit(lambda: self._do_frame(record, table, blocks, nbytes), nbytes)
 
     def write_state(self, event_seq: int, records: Sequence[StateRecord]) -> None:
         """Queue state records that belong to an event; more records for the same event are added to it."""
         kept = list(records)
-        with self._condition:
-            self._put(lambda: self._do_state(event_seq, kept), 64 * len(kept))
+        with self._lock:
+            self._check()
+            self._submit(lambda: self._do_state(event_seq, kept))
 
     def write_event(self, event: EventRecord) -> None:
         """Queue an event."""
-        with self._condition:
-            self._put(lambda: self._do_event(event), 64)
+        with self._lock:
+            self._check()
+            self._submit(lambda: self._do_event(event))
 
     def flush(self) -> None:
         """Wait until everything queued so far is recoverable.
@@ -168,10 +168,8 @@ class CaptureWriter:
         Raises:
             StoreError: when the thread has failed.
         """
-        with self._condition:
-            self._check()
-            self._condition.wait_for(lambda: self._failure or not (self._queue or self._busy))
-            self._check()
+        self._check()
+        self._guard(self._pipeline.drain)
 
     def close(self, *, manifest: Mapping[str, Json]) -> Path:
         """Finish the capture and write the manifest (the rank's part of it in a world of several).
@@ -186,15 +184,11 @@ class CaptureWriter:
         Raises:
             StoreError: when the thread has failed; what was flushed can be repaired.
         """
-        with self._condition:
+        with self._lock:
             self._check()
-            self._put(self._close_segment, 0)
-            self._stop = True
-            self._condition.notify_all()
-        self._thread.join()
-        self._closed = True
-        with self._condition:
-            self._check(closed=False)
+            self._closed = True
+            self._submit(self._close_segment)
+            self._guard(self._pipeline.finish)
         notes = list(self._registry.notes)
         if self._payload_over:
             notes.append(f"payload budget of {self._budget} bytes reached: later payload was not taken, digests were")
@@ -210,14 +204,11 @@ class CaptureWriter:
 
     def abort(self, reason: str) -> None:
         """Stop at once without finishing: what has reached the log stays repairable. Never raises."""
-        with self._condition:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._queue.clear()
-            self._stop = True
-            self._condition.notify_all()
-        self._thread.join()
+            self._pipeline.cancel()
         try:
             self._wal.json(Record.ABORT, reason)
             self._wal.close()
@@ -227,11 +218,20 @@ class CaptureWriter:
 
     # Checks and filing, in the caller's thread.
 
-    def _check(self, closed: bool = True) -> None:
-        if self._failure is not None:
-            raise self._explain(self._failure) from self._failure
-        if closed and (self._closed or self._stop):
+    def _check(self) -> None:
+        if self._pipeline.failure is not None:
+            raise self._explain(self._pipeline.failure) from self._pipeline.failure
+        if self._closed:
             raise StoreError("the capture is closed", "an open writer")
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            raise self._explain(error) from error
+
+    def _submit(self, task: Callable[[], None], nbytes: int = 0) -> None:
+        self._guard(lambda: self._pipeline.submit(task, nbytes))
 
     def _explain(self, error: BaseException) -> StoreError:
         return StoreError(
@@ -252,40 +252,7 @@ class CaptureWriter:
         digest = np.ascontiguousarray(block.digest, "<u8")
         return Block(known.index, known.meta, row, digest, payload, dropped)
 
-    def _put(self, task: Callable[[], None], nbytes: int) -> None:
-        """Queue a task; the caller holds the condition. Waits while too much is queued."""
-        self._check()
-        self._condition.wait_for(
-            lambda: self._failure or not self._waiting or self._waiting + nbytes <= self._queue_bytes
-        )
-        self._check()
-        self._queue.append((task, nbytes))
-        self._waiting += nbytes
-        self._condition.notify_all()
-
-    # The thread.
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._queue or self._stop)
-                if not self._queue:
-                    return
-                task, nbytes = self._queue.popleft()
-                self._busy = True
-            try:
-                task()
-            except BaseException as error:
-                with self._condition:
-                    self._failure = error
-                    self._queue.clear()
-                    self._busy = False
-                    self._condition.notify_all()
-                return
-            with self._condition:
-                self._busy = False
-                self._waiting -= nbytes
-                self._condition.notify_all()
+    # The first thread of the pipeline; what writes to the log goes on to the second, behind the bytes it speaks of.
 
     def _open_segment(self) -> None:
         number = len(self._entries)
@@ -294,7 +261,9 @@ class CaptureWriter:
             self.root.mkdir(parents=True, exist_ok=True)
             self._wal = WalWriter(segment_path(self.root, self._rank, number, "wal"))
             self._wal.json(Record.HEADER, header)
-            self._segment = SegmentWriter(segment_path(self.root, self._rank, number, "h5.partial"), header)
+            self._segment = SegmentWriter(
+                segment_path(self.root, self._rank, number, "h5.partial"), header, self._pipeline
+            )
         except OSError as error:
             raise self._explain(error) from error
         self._logged = {}
@@ -313,7 +282,7 @@ class CaptureWriter:
             self._close_segment()
             self._open_segment()
 
-    def _do_frame(self, frame: NDArray[Any], rows: NDArray[Any], blocks: Sequence[Block]) -> None:
+    def _do_frame(self, frame: NDArray[Any], rows: NDArray[Any], blocks: Sequence[Block], nbytes: int) -> None:
         self._rotate()
         extents = self._segment.add_frame(frame, rows, blocks)
         logged = []
@@ -324,7 +293,8 @@ class CaptureWriter:
             logged.append(
                 LoggedBlock(block.index, block.row, block.digest, block.dropped, payload is not None, inline, where)
             )
-        self._wal.frame(frame, rows, logged)
+        wal = self._wal
+        self._pipeline.then(lambda: wal.frame(frame, rows, logged), nbytes)
 
     def _log_site(self, block: Block) -> None:
         """Describe a site in the log before its first use, and again when its payload's layout becomes known."""
@@ -332,15 +302,19 @@ class CaptureWriter:
         if block.index in self._logged and (spec is None or self._logged[block.index]):
             return
         self._logged[block.index] = spec
-        self._wal.json(Record.SITE, {"index": block.index, "site": site_to_json(block.meta), "payload": spec})
+        self._log(Record.SITE, {"index": block.index, "site": site_to_json(block.meta), "payload": spec})
+
+    def _log(self, kind: Record, value: Json) -> None:
+        wal = self._wal
+        self._pipeline.then(lambda: wal.json(kind, value))
 
     def _do_state(self, event_seq: int, records: Sequence[StateRecord]) -> None:
         self._segment.add_state(event_seq, records)
-        self._wal.json(Record.STATE, {"event_seq": event_seq, "records": [state_to_json(r) for r in records]})
+        self._log(Record.STATE, {"event_seq": event_seq, "records": [state_to_json(r) for r in records]})
 
     def _do_event(self, event: EventRecord) -> None:
         self._segment.add_event(event)
-        self._wal.json(Record.EVENT, event_to_json(event))
+        self._log(Record.EVENT, event_to_json(event))
 
 
 def state_to_json(record: StateRecord) -> dict[str, Json]:
