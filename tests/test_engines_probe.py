@@ -5,6 +5,7 @@ Deliberately independent of ``zkl_debug.capture``: the beds are checked without 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -52,7 +53,8 @@ class Probe:
             value = value.reshape(s, b, -1).transpose(0, 1)
         elif value.shape[0] != s * b and tuple(value.shape[:2]) != (b, s):
             return None
-        return value.reshape(self._slots, -1)
+        rows: torch.Tensor = value.reshape(self._slots, -1)
+        return rows
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -69,7 +71,7 @@ class Probe:
                 continue
             handle = module.register_forward_hook(self._hook(name), with_kwargs=True)
             stack.callback(handle.remove)
-        for index, layer in enumerate(self.context.model.decoder.layers):  # type: ignore[union-attr, arg-type]
+        for index, layer in enumerate(self.context.model.decoder.layers):
             handle = layer.register_forward_pre_hook(self._enter_layer(index))
             stack.callback(handle.remove)
 
@@ -107,8 +109,9 @@ class Probe:
         tap(patched(dispatcher, "unpermute", self._each(("out",), "mlp/unpermute")))
         tap(patched(dynamic_context.DynamicInferenceContext, "append_key_value_cache", self._cache_write))
         tap(patched(dynamic_context.DynamicInferenceContext, "_processed_log_probs", self._gen_log_softmax))
+        tap(patched(dynamic_context.DynamicInferenceContext, "calculate_log_probs_tensors", self._gen_selected))
         tap(patched(attention.Attention, "flash_decode_and_prefill", self._gen_attention))
-        for index, layer in enumerate(self.context.model.decoder.layers):  # type: ignore[union-attr, arg-type]
+        for index, layer in enumerate(self.context.model.decoder.layers):
             core = layer.self_attention.core_attention
             handle = core.register_forward_hook(self._train_attention(index))
             stack.callback(handle.remove)
@@ -171,6 +174,23 @@ class Probe:
 
         return call
 
+    def _gen_selected(self, original: Any) -> Any:
+        def call(ctx: Any, logits: Any, new_tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            selected, every = original(ctx, logits, new_tokens, *args, **kwargs)
+            padded = torch.full((self._slots, 1), torch.nan)
+            padded[: selected.shape[0], 0] = selected
+            rows, self._keys = self._keys, []
+            for row, key, phase in rows:
+                slot = int(ctx.token_to_request_idx[row])
+                tokens = self._tokens[int(ctx.request_ids[slot])]
+                following = tokens[len(key)] if len(key) < len(tokens) else int(new_tokens[slot])
+                self._keys.append((row, (*key, following), phase))
+            self.put("logprobs/selected:out", padded)
+            self._keys = rows
+            return selected, every
+
+        return call
+
     def _gen_frames(self, stack: ExitStack) -> None:
         controller, ctx = self.context.generator.controller, self.context.generator.context
 
@@ -225,7 +245,19 @@ class Probe:
 
             return call
 
+        def wrap_select(original: Any) -> Any:
+            def call(log_probs: torch.Tensor, labels: torch.Tensor) -> Any:
+                out = original(log_probs, labels)
+                keys = self._keys
+                follows = [(k, after) for k, after in itertools.pairwise(keys) if after[1][:-1] == k[1]]
+                self._keys = [(slot, after[1], phase) for (slot, _, phase), after in follows]
+                self.put("logprobs/selected:out", torch.nn.functional.pad(out, (0, 1)))
+                return out
+
+            return call
+
         stack.enter_context(patched(scoring, "forward_logits", wrap))
+        stack.enter_context(patched(scoring, "select_logprobs", wrap_select))
         stack.enter_context(patched(scoring, "log_softmax", wrap_log_softmax))
 
 
@@ -275,7 +307,8 @@ def observe(options: BedOptions) -> Comparison:
 def test_probe_sees_rows_of_both_sides() -> None:
     seen = observe(BedOptions(bed="tiny-gpt", dtype="fp32"))
     assert len(seen.order) > 50
-    total = sum(len(tokens) for tokens in seen.run.gen.sequences.values())  # type: ignore[union-attr]
+    assert seen.run.gen is not None
+    total = sum(len(tokens) for tokens in seen.run.gen.sequences.values())
     for site in seen.order:
         assert seen.compared(site) > 0.5 * total, site
     phases = {phase for rows in seen.gen.rows["output_layer:out"].values() for phase, _ in rows}

@@ -85,12 +85,15 @@ class BedOptions:
         sides: which sides to run; ``train`` alone still needs ``sequences`` or a ``gen`` run before.
         permute: 0, or a seed for the order of requests and of scored sequences.
         neighbours: extra requests and scored sequences that share every batch with the others.
+        crowd: extra short sequences that are scored in the padded batches but were never generated.
         pad_multiple: padded scoring batches are widened to a multiple of this.
         packing: score three sequences packed (needs the ``attention-reference`` switch; off without it).
         pack_multiple: each packed sequence is padded to a multiple of this (1: no padding).
         chunk: token budget of an engine step, hence longest prefill chunk; a multiple of 64.
         chunked_prefill, prefix_caching: engine features.
         micro_batch: sequences in a padded scoring batch.
+        left_pad: pad scoring batches on the left (mcore's rotary angles then shift with the padding).
+        rescore: 0, or sequences per batch of a second scoring pass over all sequences, padded.
         reprefill: after generation, submit prompt + generated tokens as prompts.
         greedy: greedy decoding; otherwise seeded sampling at temperature 1.
         threads: torch threads during the run (restored afterwards); 0 leaves the process's setting.
@@ -105,6 +108,7 @@ class BedOptions:
     sides: tuple[str, ...] = SIDES
     permute: int = 0
     neighbours: int = 0
+    crowd: int = 0
     pad_multiple: int = 8
     packing: bool = True
     pack_multiple: int = 8
@@ -112,6 +116,8 @@ class BedOptions:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     micro_batch: int = 2
+    left_pad: bool = False
+    rescore: int = 0
     reprefill: bool = True
     greedy: bool = True
     threads: int = 1

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: Sample ids of neighbours start here: they share batches with the others, nothing more.
 NEIGHBOUR = 100
+#: Sample ids of the crowd start here.
+CROWD = 500
 #: Total length of the one sequence that is scored alone, without padding.
 ALONE_LENGTH = 33
 
@@ -42,8 +44,8 @@ PLANS: dict[int, Plan] = {
     7: Plan(40, 5),
 }
 _ALONE = (2,)
-_PACKED = (4, 5, 6)
-_PADDED = (0, 1, 3, 7)
+_PACKED = (4, 6, 7)
+_PADDED = (1, 5, 0, 3)
 
 
 def requests(options: BedOptions, vocab: int) -> list[Request]:
@@ -57,8 +59,15 @@ def requests(options: BedOptions, vocab: int) -> list[Request]:
     made = [Request(s, prompts[s], plan.generate, plan.arrive) for s, plan in PLANS.items()]
     for i in range(options.neighbours):
         sample = NEIGHBOUR + i
-        made.append(Request(sample, _tokens(options.seed, sample, 7 + 5 * i, vocab), 4 + i, arrive=2 * i))
+        made.append(
+            Request(sample, _tokens(options.seed, sample, 7 + 5 * (i % 8), vocab), 3 + i % 4, arrive=2 * (i % 6))
+        )
     return _permuted(made, options.permute)
+
+
+def crowd(options: BedOptions, vocab: int) -> dict[int, tuple[int, ...]]:
+    """Tokens by sample of the sequences that are only scored."""
+    return {CROWD + i: _tokens(options.seed, CROWD + i, 6 + i % 9, vocab) for i in range(options.crowd)}
 
 
 def _tokens(seed: int, sample: int, count: int, vocab: int) -> tuple[int, ...]:
@@ -84,13 +93,29 @@ def micro_batches(options: BedOptions, sequences: Mapping[int, Sequence[int]], *
     padded = _permuted(padded, options.permute)
     packed = _permuted(packed, options.permute)
 
-    batches: list[MicroBatch] = []
-    for start in range(0, len(padded), options.micro_batch):
-        members = [(s, sequences[s]) for s in padded[start : start + options.micro_batch]]
-        batches.append(scoring.padded_batch(len(batches), members, multiple=options.pad_multiple))
+    batches = _padded(options, [(s, sequences[s]) for s in padded], options.micro_batch)
     for sample in alone:
         batches.append(scoring.padded_batch(len(batches), [(sample, sequences[sample])]))
     if packed:
         members = [(s, sequences[s]) for s in packed]
         batches.append(scoring.packed_batch(len(batches), members, multiple=options.pack_multiple))
     return batches
+
+
+def rescoring_batches(options: BedOptions, sequences: Mapping[int, Sequence[int]], first: int) -> list[MicroBatch]:
+    """A second pass over every sequence: padded batches of ``options.rescore``, numbered from ``first``."""
+    return _padded(options, list(sequences.items()), options.rescore, first) if options.rescore else []
+
+
+def _padded(
+    options: BedOptions, members: Sequence[tuple[int, Sequence[int]]], size: int, first: int = 0
+) -> list[MicroBatch]:
+    from zkl_debug.engines.megatron import scoring
+
+    starts = range(0, len(members), size)
+    return [
+        scoring.padded_batch(
+            first + number, members[at : at + size], multiple=options.pad_multiple, left=options.left_pad
+        )
+        for number, at in enumerate(starts)
+    ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def gather_pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """The first ``length`` rows [length, heads, d] of a sequence, out of the pages ``cache`` [blocks, size, heads, d]."""
+    """The first ``length`` rows [length, heads, d] of a sequence, out of pages ``cache`` [blocks, size, heads, d]."""
     size = cache.shape[1]
     pages = cache[table[: -(-length // size)].long()]
     return pages.reshape(-1, *cache.shape[2:])[:length]

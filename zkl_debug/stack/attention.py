@@ -45,7 +45,7 @@ def attention_parts(
     n, heads, _ = q.shape
     m = k.shape[0]
     size = max(MIN_KEYS, next_power_of_two(m))
-    k32, v32 = (_padded_heads(t, heads, size) for t in (k, v))
+    k32, v32 = (padded_heads(t, heads, size) for t in (k, v))
     index = torch.arange(size)
     allowed = index <= torch.arange(m - n, m)[:, None]
     if keys is not None:
@@ -59,7 +59,7 @@ def attention_parts(
     return out, total, top
 
 
-def _padded_heads(t: Tensor, heads: int, size: int) -> Tensor:
+def padded_heads(t: Tensor, heads: int, size: int) -> Tensor:
     """[m, groups, d] -> float32 [heads, size, d], zero rows behind m."""
     wide = t.float().repeat_interleave(heads // t.shape[1], 1).transpose(0, 1)
     out = wide.new_zeros(heads, size, t.shape[2])
@@ -67,15 +67,40 @@ def _padded_heads(t: Tensor, heads: int, size: int) -> Tensor:
     return out
 
 
+def key_weights(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """exp(score - max) of the last n rows over all keys, float32 [n, heads, size] (0 where hidden), and its sum.
+
+    ``size`` is the padded number of keys; :func:`padded_heads` brings V to the same size.
+    """
+    n, heads, _ = q.shape
+    m = k.shape[0]
+    size = max(MIN_KEYS, next_power_of_two(m))
+    k32 = padded_heads(k, heads, size)
+    allowed = torch.arange(size) <= torch.arange(m - n, m)[:, None]
+    rows = max(1, _TILE // (heads * size))
+    tiles = [
+        _weights(qt.float(), k32, scale, at)[:2]
+        for qt, at in zip(torch.split(q, rows), torch.split(allowed, rows), strict=True)
+    ]
+    exps, total = (torch.cat(parts) for parts in zip(*tiles, strict=True))
+    return exps, total
+
+
 def _tile(q: Tensor, k: Tensor, v: Tensor, scale: float, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q [r, heads, d], k and v [heads, size, d], allowed [r, size]."""
+    exps, total, top = _weights(q, k, scale, allowed)
+    return tree_sum(exps[..., None] * v[None], 2), total, top
+
+
+def _weights(q: Tensor, k: Tensor, scale: float, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(score - max) [r, heads, size], its sum and the max, both [r, heads]."""
     depth = next_power_of_two(q.shape[-1])
     products = torch.nn.functional.pad(q[:, :, None, :] * k[None], (0, depth - q.shape[-1]))
     scores = (tree_sum(products) * scale).masked_fill(~allowed[:, None, :], float("-inf"))
     top = scores.amax(-1)
     shifted = scores - torch.where(top.isinf(), 0.0, top)[..., None]
     exps = in_row_tiles(torch.exp, shifted.reshape(-1, shifted.shape[-1])).reshape(shifted.shape)
-    return tree_sum(exps[..., None] * v[None], 2), tree_sum(exps), top
+    return exps, tree_sum(exps), top
 
 
 def training_forward(attend: Attend) -> Callable[[Any], Any]:

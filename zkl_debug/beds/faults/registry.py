@@ -70,7 +70,10 @@ class Fault:
 
     def adjust(self, options: BedOptions) -> BedOptions:
         """``options`` with the fields this fault needs."""
-        return replace(options, **self.options) if self.options else options
+        fields = dict(self.options)
+        if "switches" in fields:
+            fields["switches"] = {**options.switches, **fields["switches"]}
+        return replace(options, **fields) if fields else options
 
 
 FAULTS: dict[str, Fault] = {}
