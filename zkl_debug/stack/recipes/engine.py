@@ -265,5 +265,5 @@ def _is_type(value: Json, kind: str) -> bool:
     if kind == "number":
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind == "int":
-        return _is_type(value, "number") and value == int(value)
+        return _is_type(value, "number") and float(value).is_integer()
     return isinstance(value, {"str": str, "list": list, "map": dict}[kind])

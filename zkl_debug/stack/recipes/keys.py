@@ -28,7 +28,7 @@ TRAIN_KEYS: dict[str, Key] = {
     "batch_invariant_backend": Key("str", "te_native", MCORE),
     "batch_invariant_collective": Key("str", "ordered", MCORE),
     "attention_backend": Key("str", "auto", MCORE),
-    "flash_attention_version": Key("int", 2, MCORE),
+    "flash_attention_version": Key("int", 2, NEMO),
     "moe_permute_fusion": Key("bool", False, MCORE),
     "transformer_impl": Key("str", "transformer_engine", MCORE),
     "tensor_model_parallel_size": Key("int", 1, MCORE, null_is_default=False),

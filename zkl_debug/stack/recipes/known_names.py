@@ -10,20 +10,20 @@ from zkl_debug.stack.recipes.keys import GENERATION_KEYS, RECIPE_KEYS, TRAIN_KEY
 
 _NAMES: dict[str, str] = {
     "": """checkpointing cluster data data_plane defaults env grpo logger loss_fn on_policy_distillation policy
-        reward_penalties _override_""",
+        reward_penalties""",
     "grpo": """adv_estimator advantage_clip_high advantage_clip_low async_grpo batch_multiplier
         dynamic_sampling_max_gen_batches invalid_tool_call_advantage malformed_thinking_advantage max_num_epochs
         max_num_steps max_rollout_turns max_val_samples normalize_rewards num_generations_per_prompt
         num_prompts_per_step overlong_filtering reward_scaling reward_shaping seed seq_logprob_error_threshold
         stop_at_validation_metric stop_at_validation_threshold use_dynamic_sampling use_leave_one_out_baseline
-        val_at_end val_at_start val_batch_size val_num_generations_per_prompt val_period val_start_at _override_""",
+        val_at_end val_at_start val_batch_size val_num_generations_per_prompt val_period val_start_at""",
     "grpo.async_grpo": """enabled in_flight_weight_updates max_generation_failures max_trajectory_age_steps
         recompute_kv_cache_after_weight_updates""",
     "cluster": "gpus_per_node num_nodes master_port_range_low master_port_range_high segment_size",
     "policy": """draft dtensor_cfg dynamic_batching generation generation_batch_size hf_config_overrides
         logprob_batch_size logprob_chunk_size make_sequence_length_divisible_by max_grad_norm
         max_total_sequence_length megatron_cfg model_name offload_optimizer_for_logprob optimizer precision scheduler
-        sequence_packing tokenizer train_global_batch_size train_micro_batch_size _override_""",
+        sequence_packing tokenizer train_global_batch_size train_micro_batch_size""",
     "policy.dtensor_cfg": """_v2 activation_checkpointing automodel_kwargs context_parallel_size cpu_offload
         custom_parallel_plan enabled lora_cfg sequence_parallel tensor_parallel_size env_vars""",
     "policy.dynamic_batching": "enabled logprob_mb_tokens sequence_length_round train_mb_tokens",

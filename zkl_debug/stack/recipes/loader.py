@@ -9,6 +9,7 @@ import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from zkl_debug.schema import Json
 
 MAX_BYTES = 8 << 20
 MAX_NODES = 500_000
+MAX_DEPTH = 64
 MAX_FILES = 256
 OVERRIDE_MARK = "_override_"
 
@@ -110,12 +112,11 @@ def _load(path: Path, state: _Loading, parent: Path | None) -> Any:
         raise _not_found(path, parent)
     config = _parse(path)
     state.stack.append(real)
-    base: Any = OmegaConf.create({})
-    for name in _pop_defaults(config, path):
-        base = _merge(base, _load(Path(os.path.normpath(path.parent / name)), state, path), path)
+    names = _pop_defaults(config, path)
+    parents = [_load(Path(os.path.normpath(path.parent / name)), state, path) for name in names]
     state.stack.pop()
     state.layers.append(Layer(path, OmegaConf.to_container(config, resolve=False)))
-    return _merge(base, config, path)
+    return reduce(lambda base, override: _merge(base, override, path), [*parents, config])
 
 
 def _not_found(path: Path, parent: Path | None) -> UsageError:
@@ -139,7 +140,7 @@ def _parse(path: Path) -> Any:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text (byte {error.start})", "a recipe in YAML") from error
     try:
-        _check_size(yaml.compose(text, Loader=yaml.SafeLoader), path)
+        _check_shape(text, path)
         config = OmegaConf.load(io.StringIO(text))
     except yaml.MarkedYAMLError as error:
         raise UsageError(f"{path} is not valid YAML: {_yaml_problem(error)}") from error
@@ -147,10 +148,6 @@ def _parse(path: Path) -> Any:
         raise UsageError(f"{path} is not valid YAML: {first_line(error)}") from error
     except RecursionError as error:
         raise UsageError(f"{path} is nested too deeply", "a recipe in YAML") from error
-    if not isinstance(config, DictConfig):
-        raise UsageError(f"{path} holds a {_kind(config)} at its top level", "a mapping of sections")
-    if not len(config):
-        raise UsageError(f"{path} is empty", "a NeMo-RL recipe in YAML")
     return config
 
 
@@ -160,31 +157,45 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
     return where + first_line(error.problem or error.context or "syntax error")
 
 
-def _check_size(root: Any, path: Path) -> None:
-    """Refuse aliases that refer to themselves or expand beyond MAX_NODES."""
-    sizes: dict[int, int] = {}
-    open_nodes: set[int] = set()
+def _check_shape(text: str, path: Path) -> None:
+    """Refuse what is no mapping, what nests too deeply, and aliases that refer to themselves or blow up."""
+    sizes: dict[str, int] = {}  # anchor -> how many values its node expands to
+    open_nodes: list[tuple[str | None, int]] = []  # anchor and values so far, outermost first
+    root = ""
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.NodeEvent | yaml.CollectionEndEvent):
+            root = root or type(event).__name__
+            _count(event, sizes, open_nodes, path)
+    if root != "MappingStartEvent":
+        kind = {"": "nothing", "SequenceStartEvent": "a list"}.get(root, "a single value")
+        raise UsageError(f"{path} holds {kind} at its top level", "a mapping of sections: a NeMo-RL recipe in YAML")
 
-    def size(node: Any) -> int:
-        known = sizes.get(id(node))
-        if known is not None:
-            return known
-        if id(node) in open_nodes:
+
+def _count(event: Any, sizes: dict[str, int], open_nodes: list[tuple[str | None, int]], path: Path) -> None:
+    """Follow one event: keep the number of values every open node expands to."""
+    size = 1
+    if isinstance(event, yaml.CollectionStartEvent):
+        open_nodes.append((event.anchor, 1))
+        if len(open_nodes) > MAX_DEPTH:
+            raise UsageError(f"{path} is nested too deeply", f"at most {MAX_DEPTH} levels")
+        return
+    if isinstance(event, yaml.CollectionEndEvent):
+        anchor, size = open_nodes.pop()
+    elif isinstance(event, yaml.AliasEvent):
+        anchor = None
+        if any(name == event.anchor for name, _ in open_nodes):
             raise UsageError(f"{path}: an alias refers to itself", "plain YAML data")
-        open_nodes.add(id(node))
-        total = 1
-        if isinstance(node, yaml.MappingNode):
-            total += sum(size(key) + size(value) for key, value in node.value)
-        elif isinstance(node, yaml.SequenceNode):
-            total += sum(size(value) for value in node.value)
-        open_nodes.discard(id(node))
-        sizes[id(node)] = total
-        if total > MAX_NODES:
-            raise UsageError(f"{path}: its aliases expand to more than {MAX_NODES} values", "plain YAML data")
-        return total
-
-    if root is not None:
-        size(root)
+        size = sizes.get(event.anchor or "", 1)
+    else:
+        anchor = event.anchor
+    if anchor is not None:
+        sizes[anchor] = size
+    if open_nodes:
+        outer, total = open_nodes[-1]
+        open_nodes[-1] = (outer, total + size)
+        size += total
+    if size > MAX_NODES:
+        raise UsageError(f"{path}: its aliases expand to more than {MAX_NODES} values", "plain YAML data")
 
 
 def _pop_defaults(config: Any, path: Path) -> list[str]:
@@ -243,7 +254,3 @@ def first_line(error: object) -> str:
     """The first line of an error's text, printable."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return "".join(c if c.isprintable() else "?" for c in lines[0])[:300]
-
-
-def _kind(value: object) -> str:
-    return "list" if isinstance(value, ListConfig) else type(value).__name__

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from zkl_debug.schema import Json
 from zkl_debug.stack.recipes.known_names import SECTIONS
-from zkl_debug.stack.recipes.loader import Recipe
+from zkl_debug.stack.recipes.loader import OVERRIDE_MARK, Recipe
 from zkl_debug.stack.recipes.model import GENERATION_ROOT, TRAIN_ROOT, UnknownKey
 
 _NEAR = 0.8
@@ -20,7 +20,7 @@ def unknown_keys(recipe: Recipe) -> tuple[UnknownKey, ...]:
     for layer in recipe.layers:
         for section, name in _keys(layer.data, ""):
             path = f"{section}.{name}" if section else name
-            if name not in SECTIONS[section] and path not in found:
+            if name not in SECTIONS[section] and name != OVERRIDE_MARK and path not in found:
                 found[path] = UnknownKey(path, suggest(section, name), recipe.origin(tuple(path.split("."))))
     return tuple(found.values())
 

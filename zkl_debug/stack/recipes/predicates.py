@@ -87,6 +87,8 @@ def describe(found: Found) -> str:
         word = f"{found.state.value} for training and generation" if found.inherited else found.state.value
         if not found.origin:
             return f"{word} (no default)" if found.state is State.ABSENT else word
+        if found.state is State.NULL and found.effective is None:
+            return word
         if found.origin == "unset":
             return f"{word}, so the variable is not set"
         return f"{word}, so effectively {show(found.effective)} ({found.origin})"

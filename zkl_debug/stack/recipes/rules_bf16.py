@@ -91,7 +91,7 @@ BF16_RULES: tuple[Rule, ...] = (
         key="flash_attention_version",
         kind=Kind.EQUALS,
         required=4,
-        why="Unset means 2, so that an installed FA4 is never picked silently; the matched kernels are those of FA4",
+        why="FlashAttention versions differ bitwise, so scoring must pin the one generation runs; unset means 2",
         upstream="sets",
     ),
     _train(

@@ -7,6 +7,7 @@ The generation side is what NeMo-RL builds for a dedicated generation worker: ``
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -32,6 +33,17 @@ from zkl_debug.stack.recipes.model import (
 )
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One key reached: ``VALUE`` with its node, or why it is not. ``through``: the interpolation it was reached by."""
+
+    state: State
+    node: Any = None
+    raw: Json = None
+    through: str = ""
+    reason: str = ""
+
+
 class View:
     """Looks up the keys of one recipe.
 
@@ -45,6 +57,7 @@ class View:
         self.recipe = recipe
         self.generation_only = generation_only
         self._cache: dict[str, Found] = {}
+        self._sections: dict[str, _Step] = {"": _Step(State.VALUE, recipe.config)}
 
     def find(self, side: Side, key: str) -> Found:
         """The value of a key on one side; never raises for what a recipe may hold."""
@@ -62,8 +75,8 @@ class View:
 
     def generation_keys(self) -> tuple[str, ...]:
         """Names the generation config sets."""
-        section = self._section(GENERATION_ROOT)
-        return tuple(str(name) for name in section) if section is not None else ()
+        section = self._section(GENERATION_ROOT).node
+        return tuple(str(name) for name in section) if isinstance(section, DictConfig) else ()
 
     def model(self) -> dict[str, Found]:
         """What is known of the resolved model: ``mla``, ``experimental_attention``, ``hybrid``, ``moe``."""
@@ -105,27 +118,34 @@ class View:
 
     def _node(self, path: str) -> tuple[State, Json, Json, str]:
         """State, resolved value, text as written, and why it does not resolve."""
-        node: Any = self.recipe.config
-        parts = path.split(".")
-        through = ""
-        for depth, part in enumerate(parts):
-            if not isinstance(node, DictConfig) or part not in node.keys():  # noqa: SIM118 - `in` hides unresolved keys
-                return State.ABSENT, None, None, ""
-            if OmegaConf.is_missing(node, part):
-                return State.MISSING, None, "???", "mandatory and not given"
-            raw = _raw(node, part)
-            interpolated = OmegaConf.is_interpolation(node, part)
-            value, reason = resolve(node, part)
-            if reason:
-                return State.UNRESOLVED, None, raw, reason
-            if interpolated:
-                through = through or str(raw)
-            if depth == len(parts) - 1:
-                return self._leaf(value, raw, through)
-            if value is None:
-                return State.ABSENT, None, None, ""
-            node = value
-        raise AssertionError(path)
+        parent, _, name = path.rpartition(".")
+        step = self._step(parent, name)
+        if step.state is not State.VALUE:
+            return step.state, None, step.raw, step.reason
+        return self._leaf(step.node, step.raw, step.through)
+
+    def _step(self, parent: str, name: str) -> _Step:
+        """One key of a section, the section itself found the same way (and remembered)."""
+        above = self._section(parent)
+        if above.state is not State.VALUE:
+            return above
+        node = above.node
+        if not isinstance(node, DictConfig) or name not in node.keys():  # noqa: SIM118 - `in` hides unresolved keys
+            return _Step(State.ABSENT)
+        if OmegaConf.is_missing(node, name):
+            return _Step(State.MISSING, raw="???", reason="mandatory and not given")
+        raw = _raw(node, name)
+        value, reason = resolve(node, name)
+        if reason:
+            return _Step(State.UNRESOLVED, raw=raw, reason=reason)
+        through = above.through or (str(raw) if OmegaConf.is_interpolation(node, name) else "")
+        return _Step(State.VALUE, value, raw, through)
+
+    def _section(self, path: str) -> _Step:
+        if path not in self._sections:
+            parent, _, name = path.rpartition(".")
+            self._sections[path] = self._step(parent, name)
+        return self._sections[path]
 
     @staticmethod
     def _leaf(value: Any, raw: Json, through: str) -> tuple[State, Json, Json, str]:
@@ -135,16 +155,6 @@ class View:
         if through:
             return State.INTERPOLATED, plain, through, ""
         return (State.NULL if plain is None else State.VALUE), plain, raw, ""
-
-    def _section(self, path: str) -> Any:
-        node: Any = self.recipe.config
-        for part in path.split("."):
-            if not isinstance(node, DictConfig) or part not in node.keys():  # noqa: SIM118
-                return None
-            node, reason = (None, "???") if OmegaConf.is_missing(node, part) else resolve(node, part)
-            if reason:
-                return None
-        return node if isinstance(node, DictConfig) else None
 
 
 def resolve(node: Any, part: Any) -> tuple[Any, str]:
