@@ -165,11 +165,11 @@ def test_foreign_journal_is_refused(tmp_path: Path) -> None:
         (SPACE, Synthetic(probe_hash="x"), "probe"),
         (SPACE, Synthetic(environment_hash="x"), "environment"),
     ):
-        with pytest.raises(Refused, match=f"its {what} differ") as caught:
+        with pytest.raises(Refused, match=f"belongs to another {what}") as caught:
             bisect_switches(space, oracle, journal=path)
         assert caught.value.exit_code == 3
         assert not oracle.ran
-    with pytest.raises(Refused, match="its space differ"):
+    with pytest.raises(Refused, match="belongs to another space"):
         rejudge(other, path, AUTO)
     assert path.read_bytes() == before
 

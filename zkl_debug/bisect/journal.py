@@ -155,7 +155,7 @@ class Journal:
         differs = [f for f in fields if getattr(stored, f) != getattr(identity, f)]
         if differs:
             raise Refused(
-                f"the journal {self.path} belongs to another bisection: its {' and '.join(differs)} differ",
+                f"the journal {self.path} belongs to another {' and another '.join(differs)}",
                 "the same space file, command and machine",
                 "give --journal another file, or --rejudge to judge the stored runs without running",
             )

@@ -57,9 +57,10 @@ def endpoints(r: Replay) -> Endpoints:
         gone = space.dependents(dropped)
         if other is not None and not other & gone and r.outcome(other, Purpose.ENDPOINTS) is Outcome.ZERO:
             return Endpoints(Status.FOUND, other, dropped)
+    untested = space.sort({*dropped, *space.excluded} - top)
     reason = "all-on still mismatches: the switches of this space do not explain it"
-    if dropped or space.excluded:
-        reason += " (some could not be tested)"
+    if untested:
+        reason = f"everything that can be tested is on and it still mismatches; not tested: {', '.join(untested)}"
     return Endpoints(Status.INSUFFICIENT, top, dropped, reason)
 
 

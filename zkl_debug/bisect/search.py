@@ -193,6 +193,9 @@ def _member(
         role, reason = Role.REPLACEABLE, "all-on is zero without it, but what replaces it could not be isolated"
     elif from_top.outcome is not Outcome.MISMATCH:
         role, reason = Role.UNTESTED, f"all-on without it gives {from_top.outcome.value}: {from_top.reason}"
+    needing = [n for n in r.space.sort(r.space.dependents([name]) - {name}) if name in r.space.by_name[n].requires]
+    if needing and role is Role.CORE:
+        reason += f"; required by {', '.join(needing)}"
     if unproven:
         limit = f"the minimal set without it gives {without.outcome.value}: {without.reason}"
         reason = f"{reason}; {limit}" if reason else limit

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "command",
         "Check a NeMo-RL recipe for what zero train/generation mismatch requires.",
     ),
+    "bisect": ("zkl_debug.cli.bisect", "group", "Which switch makes it go away, which commit brought it."),
     "bench": ("zkl_debug.cli.bench", "command", "Measured costs of capture and store."),
 }
 
