@@ -252,7 +252,8 @@ def round_to(values: NDArray[Any], to_dtype: str, from_dtype: str | None = None)
     sign_bit = 1 << (info.value_bits - 1)
     finite = np.isfinite(wide)
     magnitude = np.abs(np.where(finite, wide, 0.0))
-    exponent = np.maximum(np.frexp(magnitude)[1].astype(np.int64) - 1, lowest)
+    exponent = np.frexp(magnitude)[1].astype(np.int64) - 1
+    exponent = np.where(magnitude == 0, lowest, np.maximum(exponent, lowest))
     units = np.rint(np.ldexp(magnitude, info.mantissa_bits - exponent)).astype(np.int64)
     code = ((exponent - lowest) << info.mantissa_bits) + units
     special = _special_codes(info)
