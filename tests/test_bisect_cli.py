@@ -92,7 +92,7 @@ def test_rejudge_and_refusals(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert zkl(*words, "--rejudge", "metrics.kl > 9", "--json") == 3
     body = document(capsys.readouterr().out)
     assert body["status"] == "stack-insufficient"
-    assert "not tested: te, hopper_only" in body["reason"]
+    assert "not tested: hopper_only, top" in body["reason"]
     assert (folder / "j.jsonl").exists()
     assert zkl(*words, "--", "sh", "-c", "exit 0") == 3
     assert "belongs to another probe" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,10 @@ class _Runner:
             if not seen.retry:
                 break
         return seen
+
+    def stored(self, request: Request) -> bool:
+        """Whether the journal alone settles ``request``."""
+        return self.journal is not None and look_up(self.journal, request, self.criterion, self.attempts) is not None
 
     def _run(self, trial: Trial) -> RawRun:
         try:
@@ -119,28 +123,40 @@ def rejudge(
     with Journal(journal, Identity(space.digest(), "", ""), read_only=True) as opened:
         while search.result is None:
             (request,) = search.proposals(1)
-            seen: Observation | None = None
-            for attempt in range(attempts):
-                raw = opened.get(Trial(request, attempt))
-                seen = judge(raw, criterion) if raw is not None else None
-                if seen is None or not seen.retry:
-                    break
+            seen = look_up(opened, request, criterion, attempts)
             if seen is None:
                 break
             search.tell(request, seen)
     return search.result or search.incomplete(f"the journal holds no run that {criterion.text!r} needs next")
 
 
+def look_up(journal: Journal, request: Request, criterion: Criterion, attempts: int) -> Observation | None:
+    """The judged outcome of a request by the journal alone, or None when a run is missing."""
+    seen: Observation | None = None
+    for attempt in range(attempts):
+        raw = journal.get(Trial(request, attempt))
+        seen = judge(raw, criterion) if raw is not None else None
+        if seen is None or not seen.retry:
+            break
+    return seen
+
+
 def _serial(search: Search, runner: _Runner, jobs: int, limit: float) -> None:  # noqa: ARG001
     while search.result is None:
         (request,) = search.proposals(1)
-        if runner.made >= limit and not _stored(runner, request):
+        if runner.made >= limit and not runner.stored(request):
             return
         search.tell(request, runner.settle(request))
 
 
-def _stored(runner: _Runner, request: Request) -> bool:
-    return runner.journal is not None and runner.journal.get(Trial(request)) is not None
+def _replay_journal(search: Search, runner: _Runner, running: Iterable[Request]) -> None:
+    """Tell everything the journal holds of what the search waits for, before any speculation starts."""
+    busy = {r.key for r in running}
+    while search.result is None:
+        (request,) = search.proposals(1)
+        if request.key in busy or not runner.stored(request):
+            return
+        search.tell(request, runner.settle(request))
 
 
 def _parallel(search: Search, runner: _Runner, jobs: int, limit: float) -> None:
@@ -148,10 +164,11 @@ def _parallel(search: Search, runner: _Runner, jobs: int, limit: float) -> None:
     with ThreadPoolExecutor(jobs) as pool:
         try:
             while search.result is None:
+                _replay_journal(search, runner, running.values())
                 for request in search.proposals(jobs - len(running), running.values()):
-                    if runner.made + len(running) < limit or _stored(runner, request):
+                    if runner.made + len(running) < limit or runner.stored(request):
                         running[pool.submit(runner.settle, request)] = request
-                if not running:
+                if not running or search.result is not None:
                     return
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in sorted(done, key=lambda f: (running[f].wide, running[f].repeat)):
