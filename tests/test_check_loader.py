@@ -22,6 +22,8 @@ from zkl_debug.stack.recipes.loader import load_recipe
 from zkl_debug.stack.recipes.model import Side, State
 from zkl_debug.stack.recipes.view import View
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def files(folder: Path, **contents: str) -> Path:
     """Write ``name.yaml`` for each argument and return the path of ``a.yaml``."""
@@ -205,6 +207,7 @@ def test_an_unresolved_condition_cannot_be_judged(tmp_path: Path) -> None:
     report = judge(tmp_path, change(BF16, {"policy.dynamic_batching.enabled": "${oc.env:ZKL_TEST_NOT_SET}"}))
     assert ids(report) == ["dynamic-batching-multiple"]
     assert "to tell whether" in report.violations[0].required
+    assert not report.violations[0].fixable
 
 
 def test_sections_may_be_interpolated_or_missing(tmp_path: Path) -> None:
@@ -235,7 +238,7 @@ def test_a_check_of_the_recipe_alone_imports_neither_torch_nor_megatron(tmp_path
         "    bad = [m for m in ('torch', 'megatron', 'h5py') if m in sys.modules]\n"
         "    sys.exit(f'imported {bad}' if bad else stop.code)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 

@@ -100,7 +100,8 @@ def judge(rule: Rule, view: View, unknown: tuple[UnknownKey, ...] = ()) -> list[
         return []
     open_keys = [state for state in states if isinstance(state, Found)]
     if open_keys and rule.severity is Severity.VIOLATION:
-        return [_violation(rule, open_keys[0], "a value, to tell whether this rule is in force")]
+        open_violation = _violation(rule, open_keys[0], "a value, to tell whether this rule is in force")
+        return [replace(open_violation, fixable=False, not_fixable="give the interpolation a value")]
     if open_keys or (rule.unless and all(condition(when, view) is True for when in rule.unless)):
         return []
     if rule.kind is Kind.FAMILY:

@@ -112,7 +112,7 @@ def _fixable(preset: str, view: View, known_advice: set[str]) -> list[tuple[Rule
             rule.severity is Severity.ADVICE and rule.id not in known_advice
         )
         if wanted and rule.fixable:
-            found += [(rule, violation) for violation in judge(rule, view)]
+            found += [(rule, violation) for violation in judge(rule, view) if violation.fixable]
     return found
 
 
