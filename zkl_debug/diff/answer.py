@@ -82,20 +82,25 @@ class First:
     @property
     def text(self) -> str:
         """What may be said of it, and no more."""
-        row = f"sample {self.sample} position {self.position} ({self.phase})"
+        subject = f"the input of {self.name.owner}" if self.inputs == "port" else self.site
+        return f"{subject} differs at sample {self.sample} position {self.position} ({self.phase}): {self.reason}"
+
+    @property
+    def reason(self) -> str:
+        """Why it is of its kind."""
         if self.differ:
-            return f"{self.site}: {self.differ}"
+            return self.differ
         if self.inputs == "port":
-            return f"the input of {self.name.owner} differs at {row}; {self._producer()}"
+            return self._producer()
         if self.kind is Kind.UNCAPTURED_STATE:
-            return f"{self.site} differs at {row}, but its replay from captured inputs agrees: something else feeds it"
+            return "a replay from its captured inputs agrees, so something that was not captured feeds it"
         if self.kind is Kind.OWN and self.inputs == "equal":
-            return f"{self.site} differs at {row}, and every captured input of it is equal"
+            return "every captured input of it is equal"
         if self.kind is Kind.OWN:
-            return f"{self.site} differs at {row}; its inputs are {self.inputs}, but everything before it is equal"
+            return f"its inputs are {self.inputs}, but everything before it is equal"
         if self.inputs == "differ":
-            return f"{self.site} differs at {row}, and so do its inputs"
-        return f"{self.site} differs at {row}; its inputs are {self.inputs}; {self._producer()}"
+            return "its inputs differ as well"
+        return f"its inputs are {self.inputs}; {self._producer()}"
 
     def _producer(self) -> str:
         last = f"after {self.last_equal}, the last equal site" if self.last_equal else "before it"

@@ -101,6 +101,7 @@ def measure(
     unmatched = any(not pair.matched for pair in sites)
     lost = any(skip.what.startswith(("lost ", "rows of site ")) for skip in skips)
     normal = ~space.label & ~tails
+    labels = space.label & ~_beyond(space)
     return Coverage(
         expected=len(expected),
         captured=len(names),
@@ -110,7 +111,7 @@ def measure(
         compared=int(np.count_nonzero(compared)),
         prompt=_share(normal & ~generated, compared),
         generated=_share(normal & generated, compared),
-        labels=_share(space.label, compared),
+        labels=_share(labels, compared),
         crossed=_crossed(space, compared),
         skipped=tuple(skips),
         dropped=unmatched or lost or len(expected) > len(names),
@@ -146,14 +147,26 @@ def never_forwarded(space: RowSpace) -> Bools:
     return np.asarray(~space.label & generated & ~space.matched & ~has_child[:-1] & matched[space.parent])
 
 
+def _beyond(space: RowSpace) -> Bools:
+    """Label keys of one side where nothing of the other goes on: tokens sampled past the end of its sequence."""
+    parent = space.parent
+    goes_on = np.zeros((2, space.n_keys + 1), np.bool_)
+    for side in (0, 1):
+        goes_on[side, parent[space.has[side]]] = True
+    one_sided = space.label & ~space.matched & np.append(space.matched, False)[parent]
+    return np.asarray(one_sided & ~(goes_on[0] & goes_on[1])[parent])
+
+
 def _row_skips(space: RowSpace, tails: Bools, compared: Bools) -> list[Skip]:
     skips = []
+    beyond = _beyond(space)
     for side, name in enumerate(_NAMES):
         other = _NAMES[1 - side]
         alone = space.has[side] & ~space.has[1 - side]
         groups = (
             (alone & tails, "last token of a generated sequence: sampled, never forwarded"),
-            (alone & space.label, f"{other} has no log-prob of this token"),
+            (alone & beyond, f"log-prob of a token sampled past the end of what {other} holds"),
+            (alone & space.label & ~beyond, f"{other} has no log-prob of this token"),
             (alone & ~tails & ~space.label, f"{other} has no row of this prefix (other request, cut, or cached)"),
         )
         for keys, reason in groups:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from zkl_debug.diff.answer import First
 from zkl_debug.diff.coverage import Coverage, Share
 from zkl_debug.diff.model import EDGE_PRIORITY, MAIN_EDGES, Outcome, Skip
+from zkl_debug.diff.tables import edge_stats
 from zkl_debug.diff.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ _STYLE = {
     Outcome.REFUSED: "bold yellow",
     Outcome.INCONCLUSIVE: "bold yellow",
 }
-_NEXT_SITES = 6
+_NEXT_SITES = 5
+_OWN_SITES = 3
 _SKIP_LINES = 6
 
 
@@ -82,17 +84,16 @@ def _claim(verdict: Verdict) -> str:
     claim = verdict.claim
     equality = "raw bytes compared" if claim.equality == "bytes" else "128-bit digests compared"
     scope = "all sites" if claim.scope == "all-sites" else "the sites captured on both sides"
-    tests = {"a0_a1": "repeats", "a0_a2": "probe changes nothing"}
-    words = []
-    for side, results in verdict.certification.items():
-        said = [f"{text}: {_yes(results.get(test))}" for test, text in tests.items()]
-        words.append(f"{side.upper()} {', '.join(said)}")
-    tail = "; incomplete capture allowed" if verdict.partial else ""
-    return f"{equality}, {scope}{tail}\nself-test {'; '.join(words)}"
+    tail = "; incomplete captures allowed" if verdict.partial else ""
+    tests = "; ".join(_certified(side, results) for side, results in verdict.certification.items())
+    return f"{equality}, {scope}{tail}\nself-test {tests}"
 
 
-def _yes(value: bool | None) -> str:
-    return "not tested" if value is None else ("yes" if value else "NO")
+def _certified(side: str, results: Mapping[str, bool | None]) -> str:
+    """Plain against plain (A0, A1) and plain against probed (A0, A2) runs of a side."""
+    signs = {True: "=", False: "!="}
+    parts = [f"A0 {signs[equal]} {test[-2:].upper()}" for test, equal in results.items() if equal is not None]
+    return f"{side.upper()}: {', '.join(parts) or 'not tested'}"
 
 
 def _checks(verdict: Verdict) -> str:
@@ -108,11 +109,12 @@ def _checks(verdict: Verdict) -> str:
 
 
 def _coverage(coverage: Coverage) -> str:
-    sites = f"{coverage.matched} of {coverage.expected} sites matched"
+    sites = f"{coverage.matched} of {coverage.expected} sites on both sides"
     rows = f"{coverage.compared} rows compared (A {coverage.rows_a}, B {coverage.rows_b})"
     shares = {"prompt": coverage.prompt, "generated": coverage.generated, "log-probs": coverage.labels}
     parts = ", ".join(f"{name} {_percent(share)}" for name, share in shares.items() if share.of)
-    return f"{sites}; {rows}; {parts}"
+    crossed = ", ".join(f"{name.replace('_', ' ')} {count or 'NEVER'}" for name, count in coverage.crossed.items())
+    return f"{sites}; {rows}\n          of what both could have run: {parts}\n          rows at a {crossed}"
 
 
 def _percent(share: Share) -> str:
@@ -145,10 +147,11 @@ def _ulp(first: First) -> str:
 def _first(first: First) -> Iterator[RenderableType]:
     from rich.text import Text
 
-    row = f"step {first.step} sample {first.sample} position {first.position} token {first.token} ({first.phase})"
+    step = f"step {first.step} " if first.step >= 0 else ""
+    row = f"{step}sample {first.sample} position {first.position} token {first.token} ({first.phase})"
     yield Text(f"first     {first.site}", style="bold")
     yield Text(f"  row     {row}")
-    yield Text(f"  kind    {first.kind.label}: {first.text}")
+    yield Text(f"  kind    {first.kind.label}: {first.reason}")
     stats = first.stats
     if stats.elements is not None:
         ulp = "undefined (NaN)" if stats.max_ulp is None else str(stats.max_ulp)
@@ -160,24 +163,26 @@ def _first(first: First) -> Iterator[RenderableType]:
 
 
 def _following(verdict: Verdict) -> Iterator[RenderableType]:
-    """The next divergent sites of the edge, with what they are."""
+    """What else differs on the edge: operators of their own first, then the next sites that inherit it."""
     from rich.table import Table
     from rich.text import Text
 
-    table = verdict.site_table
-    rows = table[(table["edge"] == verdict.edge) & (table["mismatched"] > 0)]
     assert verdict.first is not None
-    after = rows[rows["site"] != verdict.first.site]
-    own = after[after["own"] > 0]
+    assert verdict.comparison is not None
     affected = verdict.affected
     samples = ", ".join(map(str, affected.samples[:6])) + (" ..." if len(affected.samples) > 6 else "")
     yield Text(f"affected  {affected.rows} of {affected.of} rows, samples {samples}")
+    table = verdict.site_counts
+    after = table[(table["edge"] == verdict.edge) & (table["mismatched"] > 0) & (table["site"] != verdict.first.site)]
     if not len(after):
         return
-    yield Text(f"then      {len(after)} more site(s) differ, {len(own)} of them on their own:")
+    own, inherited = after[after["own"] > 0], after[after["own"] == 0]
+    yield Text(f"then      {len(after)} more sites differ, {len(own)} of them on their own")
     view = Table(box=None, pad_edge=False, show_header=False)
-    for row in after[:_NEXT_SITES]:
-        ulp = "" if row["max_ulp"] < 0 else f"{row['max_ulp']} ulp"
+    shown = [*own[:_OWN_SITES], *inherited[: _NEXT_SITES - min(_OWN_SITES, len(own))]]
+    for row in shown:
+        stats = edge_stats(verdict.comparison, int(row["order"]), str(row["edge"]))
+        ulp = "" if stats.max_ulp is None else f"{stats.max_ulp} ulp"
         view.add_row(f"  {row['site']}", f"{row['mismatched']}/{row['compared']}", str(row["kind"]), ulp)
     yield view
 
@@ -191,8 +196,7 @@ def _skipped(coverage: Coverage) -> Iterator[RenderableType]:
             yield Text(f"          ... {len(groups) - index} more reasons (see --json)")
             break
         head = "skipped   " if index == 0 else "          "
-        what = example if count == 1 else f"{example} and {count - 1} more"
-        yield Text(f"{head}{what}: {reason}")
+        yield Text(f"{head}{reason}: {example}{f' (+{count - 1})' if count > 1 else ''}")
 
 
 def _grouped(skips: tuple[Skip, ...]) -> Mapping[str, tuple[int, str]]:
@@ -205,7 +209,7 @@ def _grouped(skips: tuple[Skip, ...]) -> Mapping[str, tuple[int, str]]:
     counts = Counter(skip.reason for skip in ordered)
     groups: dict[str, tuple[int, str]] = {}
     for skip in ordered:
-        rows = f"{skip.count} {skip.what}" if skip.what.startswith("rows ") else skip.what
+        rows = f"{skip.count} {skip.what}" if skip.what.startswith("rows ") else skip.what.removeprefix("tensor in ")
         groups.setdefault(skip.reason, (counts[skip.reason], rows))
     return groups
 

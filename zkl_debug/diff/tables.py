@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zkl_debug.diff.compare import SiteRows
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.edges import named_row
 from zkl_debug.diff.kinds import count_kinds
-from zkl_debug.diff.model import Kind
+from zkl_debug.diff.model import Ints, Kind, Stats
 from zkl_debug.diff.stats import pair_bits, site_stats
 from zkl_debug.errors import UsageError
 from zkl_debug.schema import Phase
@@ -51,15 +52,19 @@ ROW_COLUMNS: list[tuple[str, str]] = [
 ]
 
 
-def site_table(comparison: Comparison) -> NDArray[Any]:
+def site_table(comparison: Comparison, stats: bool = True) -> NDArray[Any]:
     """One row per site and edge with anything compared, in execution order; a structured array.
 
     The columns are ``site`` and :data:`SITE_COLUMNS`. A site without any comparison has one row with an empty edge.
+
+    Args:
+        comparison: a finished comparison.
+        stats: look at the elements of mismatching rows; without, the last five columns say "unknown".
     """
     width = max((len(pair.name) for pair in comparison.sites), default=1)
     records = []
     for i in range(len(comparison.sites)):
-        rows = [row for edge in comparison.pairs.slices if (row := _site_edge(comparison, i, edge)) is not None]
+        rows = _site_edges(comparison, i, stats)
         records += rows or [_uncompared(comparison, i)]
     return np.array(records, dtype=[("site", f"U{width}"), *SITE_COLUMNS])
 
@@ -69,31 +74,46 @@ def _uncompared(comparison: Comparison, i: int) -> tuple[Any, ...]:
     return (pair.name, i, pair.parsed.layer, pair.on, "", 0, 0, 0, 0, 0, 0, "absent", -1, np.nan, -1, -1, 0)
 
 
-def _site_edge(comparison: Comparison, i: int, edge: str) -> tuple[Any, ...] | None:
+def _site_edges(comparison: Comparison, i: int, stats: bool) -> list[tuple[Any, ...]]:
     pair, pairs = comparison.sites[i], comparison.pairs
-    part = pairs.slices[edge]
-    codes = comparison.done[i].kind[part]
-    top = int(codes.max(initial=0))
-    if top == Kind.ABSENT:
-        return None
-    counts = count_kinds(codes, comparison.space.n_keys, pairs.key[part])
-    mismatched = counts[Kind.OWN] + counts[Kind.PROPAGATED] + counts[Kind.UNCAPTURED_STATE]
-    head = (pair.name, i, pair.parsed.layer, pair.on, edge, sum(counts.values()), mismatched)
-    kinds = (counts[Kind.OWN], counts[Kind.PROPAGATED], counts[Kind.MASKED], counts[Kind.UNCAPTURED_STATE])
-    if not mismatched:
-        return (*head, *kinds, Kind(top).label, 0, 0.0, 0, 0, 0)
-    chosen = part.start + np.flatnonzero(codes >= Kind.PROPAGATED)
-    stats = site_stats(pair, comparison.where(i), comparison.space, pairs, chosen)
+    kinds = comparison.done[i].kind
+    where = comparison.where(i) if stats and bool((kinds >= Kind.PROPAGATED).any()) else None
+    rows = []
+    for edge, part in pairs.slices.items():
+        codes = kinds[part]
+        top = int(codes.max(initial=0))
+        if top == Kind.ABSENT:
+            continue
+        counts = count_kinds(codes, comparison.space.n_keys, pairs.key[part])
+        mismatched = counts[Kind.OWN] + counts[Kind.PROPAGATED] + counts[Kind.UNCAPTURED_STATE]
+        head = (pair.name, i, pair.parsed.layer, pair.on, edge, sum(counts.values()), mismatched)
+        by_kind = (counts[Kind.OWN], counts[Kind.PROPAGATED], counts[Kind.MASKED], counts[Kind.UNCAPTURED_STATE])
+        chosen = part.start + np.flatnonzero(codes >= Kind.PROPAGATED)
+        rows.append((*head, *by_kind, Kind(top).label, *_sizes(comparison, i, where, chosen)))
+    return rows
+
+
+def _sizes(comparison: Comparison, i: int, where: SiteRows | None, chosen: Ints) -> tuple[Any, ...]:
+    """max_ulp, max_abs, mismatched_elements, elements, stat_rows of the chosen pairs."""
+    if not len(chosen):
+        return (0, 0.0, 0, 0, 0)
+    if where is None:
+        return (-1, np.nan, -1, -1, 0)
+    stats = site_stats(comparison.sites[i], where, comparison.space, comparison.pairs, chosen)
     return (
-        *head,
-        *kinds,
-        Kind(top).label,
         -1 if stats.max_ulp is None else stats.max_ulp,
         np.nan if stats.max_abs is None else stats.max_abs,
         -1 if stats.mismatched_elements is None else stats.mismatched_elements,
         -1 if stats.elements is None else stats.elements,
         stats.rows,
     )
+
+
+def edge_stats(comparison: Comparison, site: int, edge: str) -> Stats:
+    """Statistics of the mismatching rows of one site (by its place in the order) on one edge."""
+    part = comparison.pairs.slices[edge]
+    chosen = part.start + np.flatnonzero(comparison.done[site].differs[part])
+    return site_stats(comparison.sites[site], comparison.where(site), comparison.space, comparison.pairs, chosen)
 
 
 def row_table(comparison: Comparison, site: str, edge: str | None = None) -> NDArray[Any]:

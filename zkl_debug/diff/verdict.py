@@ -94,6 +94,11 @@ class Verdict:
         """One row per site and edge: see :func:`zkl_debug.diff.tables.site_table`. Empty when refused."""
         return site_table(self._details())
 
+    @cached_property
+    def site_counts(self) -> NDArray[Any]:
+        """The site table without statistics of elements: cheap, reads no payload."""
+        return site_table(self._details(), stats=False)
+
     def row_table(self, site: str, edge: str | None = None) -> NDArray[Any]:
         """One row per compared pair of a site: see :func:`zkl_debug.diff.tables.row_table`."""
         return row_table(self._details(), site, edge)
