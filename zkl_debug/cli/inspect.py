@@ -124,13 +124,17 @@ def _show(document: dict[str, Json], with_sites: bool) -> None:
     if isinstance(versions, dict):
         lines.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     for label, text in lines:
-        out.print(f"{label:<9} {text}", markup=False)
+        out.print(f"{label:<9} {text}", markup=False, soft_wrap=True)
     if counts.get("payload_dropped_rows"):
-        out.print(f"payload   of {counts['payload_dropped_rows']} rows was not taken (byte budget)", markup=False)
+        out.print(
+            f"payload   of {counts['payload_dropped_rows']} rows was not taken (byte budget)",
+            markup=False,
+            soft_wrap=True,
+        )
     for note in document["notes"]:
-        out.print(f"note      {note}", markup=False)
+        out.print(f"note      {note}", markup=False, soft_wrap=True)
     for frame in document["dropped_frames"]:
-        out.print(f"left out  frame {frame.get('frame')}: {frame.get('reason')}", markup=False)
+        out.print(f"left out  frame {frame.get('frame')}: {frame.get('reason')}", markup=False, soft_wrap=True)
     if with_sites:
         out.print(_site_table(document["sites"]))
 

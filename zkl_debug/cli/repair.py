@@ -30,11 +30,15 @@ def _show(report: RepairReport) -> None:
     out = stdout()
     what = f"{report.frames} frames, {report.rows} rows, {report.payload_rows} payload rows"
     if report.already_complete:
-        out.print(f"{report.root}: nothing to repair ({what})", markup=False)
+        out.print(f"{report.root}: nothing to repair ({what})", markup=False, soft_wrap=True)
         return
-    out.print(f"{report.root}: repaired, now {what}; {report.recovered_frames} frames came from the log", markup=False)
+    out.print(
+        f"{report.root}: repaired, now {what}; {report.recovered_frames} frames came from the log",
+        markup=False,
+        soft_wrap=True,
+    )
     for frame in report.dropped:
-        out.print(f"  left out: frame {frame.frame} of rank {frame.rank}: {frame.reason}", markup=False)
+        out.print(f"  left out: frame {frame.frame} of rank {frame.rank}: {frame.reason}", markup=False, soft_wrap=True)
     for note in report.notes:
-        out.print(f"  note: {note}", markup=False)
-    out.print(f"next: zkl-debug inspect {report.root}", markup=False)
+        out.print(f"  note: {note}", markup=False, soft_wrap=True)
+    out.print(f"next: zkl-debug inspect {report.root}", markup=False, soft_wrap=True)

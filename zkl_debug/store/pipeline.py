@@ -13,7 +13,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from zkl_debug.store.segment import write_at
+from zkl_debug.store.column import write_at
 
 Task = Callable[[], None]
 
