@@ -20,6 +20,7 @@ _MIN_ROWS = 16
 _THROUGHOUT = 0.9  # share of rows that differ
 _SMALL = 0.5  # nats: numerics do not move a log-prob further on average
 _CORRELATED = 0.98
+_ODD = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
 
 
 def is_rounding(view: View) -> Bools:
@@ -132,10 +133,13 @@ def self_check(table: LogprobTable) -> SelfCheck:
     known = table.prefix.any(axis=1) & (table.position <= _last_valid(table))
     part = table.select(known)
     assert part.train is not None
-    order = np.lexsort((part.sample, part.prefix[:, 1], part.prefix[:, 0], part.step))
-    step, prefix = part.step[order], part.prefix[order]
+    # Sorted by a mix of the key; rows are one group only if the whole key is equal. The position belongs to the key,
+    # because token 0 adds nothing to a digest.
+    mix = part.prefix[:, 0] + part.step.astype(np.uint64) * _ODD[0] + part.position.astype(np.uint64) * _ODD[1]
+    order = np.argsort(mix, kind="stable")
+    step, position, prefix = part.step[order], part.position[order], part.prefix[order]
     new = np.ones(order.shape[0], np.bool_)
-    new[1:] = (step[1:] != step[:-1]) | (prefix[1:] != prefix[:-1]).any(axis=1)
+    new[1:] = (step[1:] != step[:-1]) | (position[1:] != position[:-1]) | (prefix[1:] != prefix[:-1]).any(axis=1)
     group = np.cumsum(new, dtype=np.int64) - 1
     shared = np.bincount(group, minlength=1)[group] > 1 if group.shape[0] else np.zeros(0, np.bool_)
     groups = int(np.unique(group[shared]).shape[0])

@@ -15,7 +15,7 @@ import numpy as np
 from zkl_debug.logprobs.finding import Finding, listing
 from zkl_debug.logprobs.noise import is_rounding
 from zkl_debug.logprobs.table import I64, Bools
-from zkl_debug.logprobs.view import View, offset_rows
+from zkl_debug.logprobs.view import View
 from zkl_debug.schema import Json
 
 #: A row is gross when it is this many times further off than any row that is not.
@@ -153,10 +153,10 @@ def _stands_alone(view: View, gross: Bools) -> bool:
     """Whether gross rows are far off and have neighbours in their sequence, none of them gross."""
     if not gross.any() or float(np.median(view.gap[gross])) < FLOOR:
         return False
-    for lag in (-1, 1):
-        at = offset_rows(view, lag)
-        if (gross[at] & (at >= 0))[gross].any():
-            return False
+    # Rows are sorted: a neighbour in the sequence can only be the row before or after.
+    touching = (view.sequence[1:] == view.sequence[:-1]) & (view.position[1:] == view.position[:-1] + 1)
+    if (touching & gross[1:] & gross[:-1]).any():
+        return False
     alone = (view.rank == 0) & (view.from_end == 0)
     return not bool(alone[gross].any())
 

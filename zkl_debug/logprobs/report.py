@@ -102,16 +102,17 @@ def analyse(
     assert table.train is not None
     if step is not None:
         table = _one_step(table, step)
-    everything = table
     if valid_only:
-        table = table.select(table.valid)
+        left_out = int((~table.valid).sum())
+        skipped = [Skip("masked rows", "--valid-only", left_out)] if left_out else []
+        table = table.select(table.valid).with_notes(skipped=skipped)
     view = view_of(table)
-    _refuse_empty(everything, view)
+    _refuse_empty(table, view)
     _refuse_unfilled(view)
-    hidden = view_of(everything, ~everything.valid)
+    hidden = view_of(table, ~table.valid)
     onset = find_onset(view.step, view.differs)
     findings = explain(view, table)
-    verdict, reason = _verdict(view, everything)
+    verdict, reason = _verdict(view, table)
     steps = np.unique(table.step).tolist()
     return Report(
         verdict=verdict,
@@ -121,8 +122,8 @@ def analyse(
         compared=len(view),
         masked=len(hidden),
         masked_differ=int(hidden.differs.sum()),
-        skipped=everything.skipped,
-        notes=(*everything.notes, *_mask_notes(everything), *_precision_notes(view)),
+        skipped=table.skipped,
+        notes=(*table.notes, *_mask_notes(table), *_filler_notes(hidden), *_precision_notes(view)),
         per_step=tuple((s, compute(table.select(table.step == s))) for s in steps),
         total=compute(table),
         onset=onset,
@@ -163,7 +164,7 @@ def advise(
         return ()
     out = []
     if onset.clean_before and "bisect" in commands:
-        out.append(f"zkl-debug bisect steps --help   # good: step {onset.last_clean}, bad: step {onset.step}")
+        out.append(f"zkl-debug bisect steps ...   # last good step {onset.last_clean}, first bad step {onset.step}")
     sites = list(dict.fromkeys(site for finding in findings for site in finding.capture))
     options = " ".join(f"--sites '{site}'" for site in sites) or "--level digest"
     if "capture" not in commands:
@@ -266,10 +267,19 @@ def _mask_notes(table: LogprobTable) -> tuple[str, ...]:
     return (f"{other} mask values are neither 0 nor 1; they weigh the metrics as NeMo-RL does",) if other else ()
 
 
+def _filler_notes(hidden: View) -> tuple[str, ...]:
+    """Why masked rows differ when one side simply has no values there."""
+    if not hidden.differs.any():
+        return ()
+    empty = [side for side, values in zip(hidden.sides, (hidden.a, hidden.b), strict=True) if not values.any()]
+    return tuple(f"{side} holds 0 on all masked rows (prompt log-probs that were not filled)" for side in empty)
+
+
 def _limits(view: View, findings: Sequence[Finding]) -> tuple[str, ...]:
     if not view.differs.any():
         return ()
-    out = [] if any(finding.is_benign for finding in findings) else [_TEMPERATURE]
+    is_general = float(view.differs.mean()) > 0.5 and not any(finding.is_benign for finding in findings)
+    out = [_TEMPERATURE] if is_general else []  # a temperature leaves next to no row as it was
     if not findings:
         out.append("no form, place or class fits: not localised at the log-prob level")
     return tuple(out)

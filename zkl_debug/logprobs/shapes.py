@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 
 from zkl_debug.bits import round_to, to_float64
 from zkl_debug.logprobs.finding import Finding, ulp32
 from zkl_debug.logprobs.table import F32, I64, Bools, bits
-from zkl_debug.logprobs.view import View, offset_rows
+from zkl_debug.logprobs.view import View, offset_rows, take
 from zkl_debug.schema import Json
 
 MIN_ROWS = 4  # fewer rows or different values than this prove no form
@@ -29,25 +30,15 @@ _ROWS_A_SEQUENCE = 256  # rows of one sequence that are looked up
 
 def shift(view: View) -> Finding | None:
     """One side is the other moved by k positions within each sequence."""
-    bad = np.unique(view.sequence[view.differs])
-    inside = np.isin(view.sequence, bad)
-    best: tuple[float, float, int, Bools] | None = None
-    for lag in sorted((k for k in range(-MAX_LAG, MAX_LAG + 1) if k), key=abs):
-        source = offset_rows(view, lag)
-        rows = inside & (source >= 0) & view.differs
-        if int(rows.sum()) < MIN_ROWS or np.unique(bits(view.a[rows])).shape[0] < MIN_ROWS:
-            continue
-        exact = float((bits(view.a[rows]) == bits(view.b[source[rows]])).mean())
-        with np.errstate(invalid="ignore"):
-            rest = np.abs(view.a[rows].astype(np.float64) - view.b[source[rows]])
-        residual = float(np.median(rest)) / max(float(np.median(view.gap[rows])), 1e-300)
-        if best is None or (exact, -residual) > (best[0], -best[1]):
-            best = (exact, residual, lag, rows)
+    inside = np.isin(view.sequence, np.unique(view.sequence[view.differs]))
+    # A real shift leaves no row of the affected sequences as it was: equal neighbours aside, all of them differ.
+    if not inside.any() or float(view.differs[inside].mean()) < _SHARE:
+        return None
+    best = max((fit for fit in _lags(take(view, inside))), default=None)
     if best is None:
         return None
-    exact, residual, lag, rows = best
-    # A real shift leaves no row of the affected sequences as it was: equal neighbours aside, all of them differ.
-    if float(view.differs[inside].mean()) < _SHARE or (exact < 1.0 and not residual < LAG_RESIDUAL):
+    exact, residual, lag = best[0], -best[1], best[2]
+    if exact < 1.0 and not residual < LAG_RESIDUAL:
         return None
     name_a, name_b = view.sides
     return Finding(
@@ -57,6 +48,19 @@ def shift(view: View) -> Finding | None:
         inside,
         proof="shift one series back and compare again: it must then be equal to the last bit",
     )
+
+
+def _lags(view: View) -> Iterator[tuple[float, float, int]]:
+    """For each lag: share of rows equal to the shifted row, minus the remaining difference, and the lag."""
+    for lag in sorted((k for k in range(-MAX_LAG, MAX_LAG + 1) if k), key=abs):
+        source = offset_rows(view, lag)
+        rows = (source >= 0) & view.differs
+        if int(rows.sum()) < MIN_ROWS or np.unique(bits(view.a[rows])).shape[0] < MIN_ROWS:
+            continue
+        exact = float((bits(view.a[rows]) == bits(view.b[source[rows]])).mean())
+        with np.errstate(invalid="ignore"):
+            rest = np.abs(view.a[rows].astype(np.float64) - view.b[source[rows]])
+        yield exact, -float(np.median(rest)) / max(float(np.median(view.gap[rows])), 1e-300), lag
 
 
 def offset(view: View) -> Finding | None:
@@ -177,13 +181,13 @@ def _sources(view: View, ours: F32, theirs: F32) -> tuple[Bools, dict[int, int]]
     A sequence must be explained by one and the same source. Sources with the same tokens up to there do not count (they
     are equal by right), nor do values that are 0 or not finite.
     """
-    values = np.concatenate([ours, theirs])
-    key = np.concatenate([view.position, view.position]).astype(np.uint64) << np.uint64(32) | bits(values)
-    owner = np.concatenate([view.sequence, view.sequence])
-    row = np.concatenate([np.arange(len(view)), np.arange(len(view))])
+    telling = view.differs & np.isfinite(ours) & (ours != 0)
+    once = np.flatnonzero(np.isin(view.position, np.unique(view.position[telling])))
+    row = np.concatenate([once, once])
+    key = view.position[row].astype(np.uint64) << np.uint64(32) | bits(np.concatenate([ours[once], theirs[once]]))
+    owner = view.sequence[row]
     order = np.argsort(key, kind="stable")
     ordered = key[order]
-    telling = view.differs & np.isfinite(ours) & (ours != 0)
     copies = np.zeros(len(view), np.bool_)
     origin: dict[int, int] = {}
     looked_at = 0

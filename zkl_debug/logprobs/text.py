@@ -121,7 +121,8 @@ def _where(report: Report) -> Iterator[str]:
         f"{first[a]:.9g}, {b} {first[b]:.9g}"
     )
     low, high = affected.per_sequence
-    each = "exactly one position in each" if low == high == 1 else f"{low}..{high} positions in each"
+    count = str(low) if low == high else f"{low}..{high}"
+    each = "exactly one position in each" if low == high == 1 else f"{count} positions in each"
     yield (
         f"  affected: {affected.rows} of {affected.of} rows in {affected.sequences} of {affected.of_sequences} "
         f"sequences, {each} (samples {_samples(affected.samples)})"
