@@ -1,1 +1,7 @@
+"""Matplotlib figures of verdicts, for notebooks and reports. Importing this imports matplotlib."""
 
+from __future__ import annotations
+
+from zkl_debug.viz.figures import row_map, site_bars, ulp_histogram
+
+__all__ = ["row_map", "site_bars", "ulp_histogram"]
