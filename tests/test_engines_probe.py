@@ -84,10 +84,10 @@ class Probe:
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(_module: Any, args: Any, kwargs: Any, output: Any) -> None:
             first = kwargs.get("hidden_states", args[0] if args else None)
+            if name.endswith("core_attention"):
+                return
             self.put(f"{name}:in", first)
-            out = output[0] if isinstance(output, tuple) else output
-            if not name.endswith("core_attention"):
-                self.put(f"{name}:out", out)
+            self.put(f"{name}:out", output[0] if isinstance(output, tuple) else output)
 
         return hook
 
@@ -103,10 +103,16 @@ class Probe:
         tap = stack.enter_context
         tap(patched(attention, "apply_rotary_pos_emb", self._rope))
         tap(patched(dynamic_context, "apply_rotary_pos_emb", self._rope))
-        tap(patched(attention.SelfAttention, "get_query_key_value_tensors", self._each(("q", "k", "v"), "qkv")))
-        tap(patched(router, "router_gating_linear", self._each(("logits",), "mlp.router")))
-        tap(patched(router, "topk_routing_with_score_function", self._each(("probs", "map"), "mlp.router")))
-        tap(patched(dispatcher, "unpermute", self._each(("out",), "mlp/unpermute")))
+        tap(
+            patched(
+                attention.SelfAttention,
+                "get_query_key_value_tensors",
+                self._each(("out.0", "out.1", "out.2"), "self_attention/qkv"),
+            )
+        )
+        tap(patched(router, "router_gating_linear", self._each(("out.0",), "mlp/router.gating")))
+        tap(patched(router, "topk_routing_with_score_function", self._each(("out.0", "out.1"), "mlp/router.topk")))
+        tap(patched(dispatcher, "unpermute", self._each(("out.0",), "mlp/unpermute")))
         tap(patched(dynamic_context.DynamicInferenceContext, "append_key_value_cache", self._cache_write))
         tap(patched(dynamic_context.DynamicInferenceContext, "_processed_log_probs", self._gen_log_softmax))
         tap(patched(dynamic_context.DynamicInferenceContext, "calculate_log_probs_tensors", self._gen_selected))
@@ -121,7 +127,7 @@ class Probe:
             def call(*args: Any, **kwargs: Any) -> Any:
                 out = original(*args, **kwargs)
                 for name, value in zip(names, out if isinstance(out, tuple) else (out,), strict=False):
-                    self.put(self._site(f"{where}.{name}"), value)
+                    self.put(self._site(f"{where}:{name}"), value)
                 return out
 
             return call
@@ -131,26 +137,26 @@ class Probe:
     def _rope(self, original: Any) -> Any:
         def call(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             kind = "q" if t.shape[-2] == self.context.spec.heads else "k"
-            self.put(self._site(f"rope.{kind}:in"), t)
+            self.put(self._site(f"self_attention/rope.{kind}:in.0"), t)
             out = original(t, *args, **kwargs)
-            self.put(self._site(f"rope.{kind}:out"), out)
+            self.put(self._site(f"self_attention/rope.{kind}:out.0"), out)
             return out
 
         return call
 
     def _cache_write(self, original: Any) -> Any:
         def call(ctx: Any, layer: int, key: Any, value: Any) -> Any:
-            self.put(self._site("core_attention.k"), key)
-            self.put(self._site("core_attention.v"), value)
+            self.put(self._site("self_attention.core_attention:in.1"), key)
+            self.put(self._site("self_attention.core_attention:in.2"), value)
             return original(ctx, layer, key, value)
 
         return call
 
     def _gen_attention(self, original: Any) -> Any:
         def call(module: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.put(self._site("core_attention.q"), q)
+            self.put(self._site("self_attention.core_attention:in"), q)
             out = original(module, q, *args, **kwargs)
-            self.put(self._site("core_attention.out"), out)
+            self.put(self._site("self_attention.core_attention:out"), out)
             return out
 
         return call
@@ -158,9 +164,9 @@ class Probe:
     def _train_attention(self, index: int) -> Callable[..., None]:
         def hook(_module: Any, args: Any, output: Any) -> None:
             self._layer = index
-            for name, value in zip("qkv", args[:3], strict=True):
-                self.put(self._site(f"core_attention.{name}"), value)
-            self.put(self._site("core_attention.out"), output)
+            for port, value in zip(("in", "in.1", "in.2"), args[:3], strict=True):
+                self.put(self._site(f"self_attention.core_attention:{port}"), value)
+            self.put(self._site("self_attention.core_attention:out"), output)
 
         return hook
 
@@ -169,7 +175,7 @@ class Probe:
             out = original(ctx, logits, *args, **kwargs)
             padded = torch.zeros(self._slots, out.shape[-1])
             padded[: out.shape[0]] = out
-            self.put("logprobs/log_softmax:out", padded)
+            self.put("logprobs/log_softmax:out.0", padded)
             return out
 
         return call
@@ -185,7 +191,7 @@ class Probe:
                 tokens = self._tokens[int(ctx.request_ids[slot])]
                 following = tokens[len(key)] if len(key) < len(tokens) else int(new_tokens[slot])
                 self._keys.append((row, (*key, following), phase))
-            self.put("logprobs/selected:out", padded)
+            self.put("logprobs/selected:out.0", padded)
             self._keys = rows
             return selected, every
 
@@ -240,7 +246,7 @@ class Probe:
         def wrap_log_softmax(original: Any) -> Any:
             def call(logits: torch.Tensor) -> Any:
                 out = original(logits)
-                self.put("logprobs/log_softmax:out", out)
+                self.put("logprobs/log_softmax:out.0", out)
                 return out
 
             return call
@@ -251,7 +257,7 @@ class Probe:
                 keys = self._keys
                 follows = [(k, after) for k, after in itertools.pairwise(keys) if after[1][:-1] == k[1]]
                 self._keys = [(slot, after[1], phase) for (slot, _, phase), after in follows]
-                self.put("logprobs/selected:out", torch.nn.functional.pad(out, (0, 1)))
+                self.put("logprobs/selected:out.0", torch.nn.functional.pad(out, (0, 1)))
                 return out
 
             return call

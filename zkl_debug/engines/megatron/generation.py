@@ -43,6 +43,7 @@ class GenConfig:
     temperature: float = 1.0
     seed: int = 0
     buffer_gb: float = 0.01
+    cuda_graphs: int | None = None  # number of CUDA graphs to capture; None for eager steps
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def _dynamic_context(model: nn.Module, config: GenConfig) -> Any:
         enable_prefix_caching=config.prefix_caching,
         prefix_caching_eviction_policy=policy,
         kv_cache_management_mode=KVCacheManagementMode(config.kv_management),
-        num_cuda_graphs=None,
+        num_cuda_graphs=config.cuda_graphs,
     )
     return DynamicInferenceContext(model.config, inference)
 

@@ -134,22 +134,27 @@ def forward_logits(model: nn.Module, mb: MicroBatch) -> Tensor:
     """
     if seams.inference_mode_active():
         raise RuntimeError("InferenceMode is on: suspend the generation engine before scoring")
+    device = next(model.parameters()).device
+    mask = mb.attention_mask()
     with torch.no_grad():
         logits: Tensor = model(
-            mb.tokens, mb.position_ids, mb.attention_mask(), packed_seq_params=_packed_seq_params(mb)
+            mb.tokens.to(device),
+            mb.position_ids.to(device),
+            mask.to(device) if mask is not None else None,
+            packed_seq_params=_packed_seq_params(mb, device),
         )
     return logits
 
 
-def _packed_seq_params(mb: MicroBatch) -> Any:
+def _packed_seq_params(mb: MicroBatch, device: torch.device) -> Any:
     if mb.layout != "packed":
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
 
     assert mb.cu_seqlens is not None
-    cu = torch.tensor(mb.cu_seqlens, dtype=torch.int32)
+    cu = torch.tensor(mb.cu_seqlens, dtype=torch.int32, device=device)
     padded = mb.cu_seqlens_padded
-    cu_padded = torch.tensor(padded, dtype=torch.int32) if padded is not None else None
+    cu_padded = torch.tensor(padded, dtype=torch.int32, device=device) if padded is not None else None
     bounds = padded or mb.cu_seqlens
     longest = max(b - a for a, b in itertools.pairwise(bounds))
     return PackedSeqParams(
@@ -187,7 +192,7 @@ def select_logprobs(log_probs: Tensor, labels: Tensor) -> Tensor:
 def score_microbatch(model: nn.Module, mb: MicroBatch) -> list[NDArray[np.float32]]:
     """Per sequence the log-probs of its tokens 1..n-1, float32 [n - 1], in the order of ``mb.samples``."""
     logits = forward_logits(model, mb)
-    selected = select_logprobs(log_softmax(logits.float()), mb.labels)
+    selected = select_logprobs(log_softmax(logits.float()), mb.labels.to(logits.device)).cpu()
     result = []
     for which, length in enumerate(mb.lengths):
         row, start = mb.locate(which)
