@@ -61,6 +61,11 @@ def test_golden_prefix() -> None:
     parent = digest.parent_prefix(prefix, tokens, np.arange(5))
     assert parent[0].tolist() == [0, 0]
     assert np.array_equal(parent[1:], prefix[:-1])
+    assert np.array_equal(digest.extend_prefix(parent, tokens, np.arange(5)), prefix)
+    far = np.array([digest._CACHED_LANES + 5, 2])
+    assert np.array_equal(
+        digest.parent_prefix(digest.extend_prefix(prefix[:2], tokens[:2], far), tokens[:2], far), prefix[:2]
+    )
     assert digest.parent_prefix(prefix[:0], tokens[:0], tokens[:0]).shape == (0, 2)
     with pytest.raises(ValueError, match="negative"):
         digest.parent_prefix(prefix[:1], tokens[:1], np.array([-1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -359,6 +360,20 @@ def test_calls_after_close(tmp_path: Path) -> None:
             call()
     writer.abort("too late")
     open_capture(tmp_path / "c").close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_forked_child_is_told(tmp_path: Path) -> None:
+    writer = CaptureWriter(tmp_path / "c", side="train", meta={})
+    pid = os.fork()
+    if pid == 0:
+        try:
+            writer.flush()
+        except StoreError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    writer.close(manifest={})
 
 
 def test_back_pressure_and_many_threads(tmp_path: Path) -> None:

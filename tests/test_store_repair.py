@@ -219,6 +219,7 @@ def test_repair_refuses_a_living_writer(tmp_path: Path) -> None:
     try:
         with pytest.raises(Refused, match="still being written"):
             repair(tmp_path / "c")
+        refused(tmp_path / "c", "still being written")
     finally:
         os.write(write_end, b"x")
         os.waitpid(pid, 0)

@@ -35,18 +35,32 @@ _ROW_BLOCK_BYTES = 1 << 20  # bytes a block of padded rows
 _PARALLEL_BYTES = 1 << 18  # below this one thread is faster
 
 
-def splitmix64(index: NDArray[np.uint64], seed: int) -> U64:
-    """Element ``index`` of the splitmix64 stream that starts at ``seed``; any shape, uint64 in and out."""
-    with np.errstate(over="ignore"):
-        z = np.uint64(seed) + (index.astype(np.uint64) + np.uint64(1)) * _GAMMA
-        z = (z ^ (z >> np.uint64(30))) * _MIX_1
-        z = (z ^ (z >> np.uint64(27))) * _MIX_2
-        return np.asarray(z ^ (z >> np.uint64(31)), dtype=np.uint64)
+def _mix(state: U64) -> U64:
+    """The output function of splitmix64, in place."""
+    shifted = np.empty_like(state)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, None)):
+        np.right_shift(state, np.uint64(shift), out=shifted)
+        np.bitwise_xor(state, shifted, out=state)
+        if factor is not None:
+            np.multiply(state, factor, out=state)
+    return state
+
+
+def weights_at(index: NDArray[Any]) -> U64:
+    """Weights of any lanes: splitmix64 of each stream's seed, made odd; shape [n] in, [2, n] uint64 out."""
+    state = np.empty((2, len(index)), np.uint64)
+    np.multiply(index.astype(np.uint64) + np.uint64(1), _GAMMA, out=state[0])
+    np.add(state[0], np.uint64(SEEDS[1]), out=state[1])
+    np.add(state[0], np.uint64(SEEDS[0]), out=state[0])
+    return np.bitwise_or(_mix(state), np.uint64(1), out=state)
 
 
 def _make_weights(start: int, stop: int) -> U64:
-    index = np.arange(start, stop, dtype=np.uint64)
-    return np.stack([splitmix64(index, seed) | np.uint64(1) for seed in SEEDS])
+    out = np.empty((2, stop - start), np.uint64)
+    for at in range(start, stop, _COL_BLOCK):  # block by block: the working set stays in the cache
+        index = np.arange(at, min(stop, at + _COL_BLOCK), dtype=np.uint64)
+        out[:, at - start : at - start + len(index)] = weights_at(index)
+    return out
 
 
 _weights: U64 = _make_weights(0, 1 << 12)
@@ -207,10 +221,5 @@ def _token_terms(token: NDArray[Any], position: NDArray[Any]) -> U64:
     if int(where.min()) < 0:
         raise ValueError("a row's position cannot be negative")
     last = int(where.max())
-    table = weights(0, last + 1)[:, where] if last < _CACHED_LANES else _gather(where)
-    return np.ascontiguousarray((lanes * table).T)
-
-
-def _gather(where: NDArray[np.int64]) -> U64:
-    index = where.astype(np.uint64)
-    return np.stack([splitmix64(index, seed) | np.uint64(1) for seed in SEEDS])
+    table = weights(0, last + 1)[:, where] if last < _CACHED_LANES else weights_at(where)
+    return np.asarray((lanes * table).T, np.uint64)

@@ -28,6 +28,7 @@ from zkl_debug.schema import (
 from zkl_debug.store.layout import MANIFEST, list_segment_files
 from zkl_debug.store.manifest import read_json
 from zkl_debug.store.segment_reader import ColumnData, SegmentReader, SiteEntry
+from zkl_debug.store.wal import is_being_written
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,12 @@ def load_manifest(root: Path) -> dict[str, Json]:
         raise CaptureInvalid(f"{root} is not a folder", "a capture folder")
     path = root / MANIFEST
     if not path.exists() and not path.is_symlink():
-        if list_segment_files(root):
+        files = list_segment_files(root)
+        if any(file.kind == "wal" and is_being_written(file.path) for file in files):
+            raise CaptureInvalid(
+                f"{root} is still being written", "a capture that was closed", "wait until it is closed"
+            )
+        if files:
             raise CaptureInvalid(
                 f"{root} has no {MANIFEST}: the capture was not closed",
                 "a complete capture",

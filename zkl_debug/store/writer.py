@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -115,6 +116,7 @@ class CaptureWriter:
         self._wal: WalWriter
         self._logged: dict[int, Any] = {}
         self._closed = False
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._pipeline = Pipeline(queue_bytes)
         try:
@@ -223,6 +225,8 @@ class CaptureWriter:
             raise self._explain(self._pipeline.failure) from self._pipeline.failure
         if self._closed:
             raise StoreError("the capture is closed", "an open writer")
+        if self._pid != os.getpid():
+            raise StoreError("a forked child called its parent's writer", "a writer of its own, in another folder")
 
     def _guard(self, call: Callable[[], None]) -> None:
         try:
