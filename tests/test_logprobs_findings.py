@@ -120,17 +120,21 @@ def test_offset_and_ratio_say_no() -> None:
     assert shapes.offset(view_of(table(few, train))) is None
 
 
-def test_temperature_is_neither_ratio_nor_offset_and_is_said_to_need_logits() -> None:
+@pytest.mark.parametrize("temperature", [0.7, 0.95, 1.2])
+def test_a_temperature_is_seen_as_one_and_said_to_need_logits(temperature: float) -> None:
     rng = np.random.default_rng(0)
-    logits = rng.standard_normal((8, 100, 50)) * 3
+    logits = rng.standard_normal((8, 100, 50)) * 2
+    chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    token = (chances.cumsum(-1) > rng.random((8, 100, 1))).argmax(-1)
 
-    def score(temperature: float) -> F32:
-        z = logits / temperature
-        picked: F32 = (z[..., 0] - np.log(np.exp(z).sum(-1))).astype(np.float32)
-        return picked
+    def score(t: float) -> F32:
+        z = logits / t
+        picked = np.take_along_axis(z, token[..., None], -1)[..., 0]
+        return np.asarray(picked - np.log(np.exp(z).sum(-1)), np.float32)
 
-    report = report_of(score(1.0), score(0.7))
-    assert not {"constant-ratio", "constant-offset", "numerics-throughout"} & set(names(report))
+    report = report_of(score(1.0), score(temperature))
+    assert names(report) == ["temperature-like"]
+    assert report.findings[0].evidence["sharper"] == ("train" if temperature < 1 else "gen")
     assert any("temperature" in limit for limit in report.limits)
 
 
@@ -283,7 +287,8 @@ def test_a_row_off_the_grid_or_a_missing_edge_is_no_chunk_edge() -> None:
     first_edge_only(train)
     gen = train.copy()
     gen[:, 15] = -0.5
-    assert placement.label_fault(view_of(table(gen, train))) is None
+    found = need(placement.label_fault(view_of(table(gen, train))))
+    assert found.evidence["place"] == "single-prompt-rows"  # a label, but the chunk size is not claimed
 
 
 def test_an_edge_where_the_sampled_token_is_the_prompts_token_may_agree() -> None:
@@ -297,6 +302,26 @@ def test_an_edge_where_the_sampled_token_is_the_prompts_token_may_agree() -> Non
     found = need(placement.label_fault(view_of(table(gen, train))))
     assert found.evidence["chunk"] == 16
     assert found.evidence["edges_hit"] == 9
+
+
+def test_chunks_of_varying_size_are_a_label_fault_without_a_chunk() -> None:
+    train = grid()
+    gen = train.copy()
+    for row, position in enumerate((5, 9, 14, 22, 31, 33)):
+        train[row, position - 1], gen[row, position - 1] = -9 - row, -0.6
+    found = need(placement.label_fault(view_of(table(gen, train))))
+    assert found.evidence["place"] == "single-prompt-rows"
+    assert found.evidence["suspect"] == "gen"
+    gen[0, 4], train[0, 4] = -11.0, -0.4  # the other way round: nothing speaks for a label any more
+    assert placement.label_fault(view_of(table(gen, train))) is None
+
+
+def test_an_edge_that_another_sequence_does_not_show_is_none() -> None:
+    train = grid()
+    train[:, 15] = -9.0
+    gen = train.copy()
+    gen[2, 15] = -0.5
+    assert placement.label_fault(view_of(table(gen, train))) is None
 
 
 def test_one_edge_at_an_odd_place_needs_the_engine_steps() -> None:
@@ -386,6 +411,18 @@ def test_numerics_throughout_is_two_sided_and_small() -> None:
     assert names(report_of(biased, train)) == ["all-rows-differ"]
     unrelated = grid(seed=77)
     assert names(report_of(unrelated, train)) == ["all-rows-differ"]
+
+
+def test_numerics_on_some_rows() -> None:
+    train = grid() - np.float32(0.2)
+    rng = np.random.default_rng(0)
+    rows = rng.random(train.shape) < 0.3
+    gen = np.where(rows, train + 0.02 * rng.standard_normal(train.shape), train).astype(np.float32)
+    assert names(report_of(gen, train)) == ["numerics-scattered"]
+    gen = np.where(rows, train + 0.02 * np.abs(rng.standard_normal(train.shape)), train).astype(np.float32)
+    report = report_of(gen, train)
+    assert names(report) == []
+    assert "not localised at the log-prob level" in report.limits[-1]
 
 
 def test_values_that_are_no_log_probs() -> None:

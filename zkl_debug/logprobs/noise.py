@@ -4,8 +4,10 @@ agree with itself."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zkl_debug.logprobs.finding import Finding, ulp32
 from zkl_debug.logprobs.table import F32, I64, Bools, LogprobTable, bits
@@ -20,6 +22,8 @@ _MIN_ROWS = 16
 _THROUGHOUT = 0.9  # share of rows that differ
 _SMALL = 0.5  # nats: numerics do not move a log-prob further on average
 _CORRELATED = 0.98
+_TREND_SIGMA = 4.0  # numerics do not depend on the log-prob itself; a temperature does
+_TEMPERATURE_TREND = 0.8
 _ODD = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
 
 
@@ -51,36 +55,73 @@ def rounding(view: View) -> Finding | None:
 def throughout(view: View, gross: Bools) -> Finding | None:
     """Nearly all rows differ: small, two-sided and correlated (numerics), or not (different inputs or weights)."""
     rows = ~gross & np.isfinite(view.delta)
-    if int(rows.sum()) < _MIN_ROWS or float(view.differs[rows].mean()) < _THROUGHOUT or is_rounding(view)[rows].all():
-        return None
     delta = view.delta[rows & view.differs]
+    if delta.shape[0] < _MIN_ROWS or is_rounding(view)[rows].all():
+        return None
+    is_everywhere = float(view.differs[rows].mean()) >= _THROUGHOUT
     balance = float((delta > 0).mean())
     is_balanced = abs(balance - 0.5) <= 2.0 / np.sqrt(delta.shape[0])
     correlation = _correlation(view.a[rows], view.b[rows])
+    level = (view.a[rows & view.differs].astype(np.float64) + view.b[rows & view.differs]) / 2
+    trend = _correlation(delta, level)
+    has_trend = abs(trend) > _TREND_SIGMA / np.sqrt(delta.shape[0])
     evidence: dict[str, Json] = {
         "share": float(view.differs[rows].mean()),
         "median_abs": float(np.median(np.abs(delta))),
         "max_abs": float(np.abs(delta).max()),
         "positive_share": balance,
         "correlation": correlation,
+        "trend": trend,
     }
     explained = np.asarray(rows & view.differs)
-    if is_balanced and float(np.abs(delta).mean()) < _SMALL and correlation > _CORRELATED:
+    if is_balanced and not has_trend and float(np.abs(delta).mean()) < _SMALL and correlation > _CORRELATED:
+        if not is_everywhere:
+            return _scattered(evidence, explained)
         text = (
             f"numerics on every row: median |d| {evidence['median_abs']:.2g}, both signs "
             f"({100 * balance:.0f} % positive), no place stands out: other kernels, precision or reduction order"
         )
-        proof = "capture both sides: the first layer and operator cannot be read off log-probs"
+        proof = (
+            "run each side twice first (dropout left on or a kernel that does not repeat looks the same), then capture "
+            "both sides: layer and operator cannot be read off log-probs"
+        )
         return Finding("numerics-throughout", text, evidence, explained, proof=proof)
+    if not is_everywhere:
+        return None
+    if abs(trend) >= _TEMPERATURE_TREND:
+        return _temperature_like(view, trend, evidence, explained)
     text = (
         f"all rows differ (median |d| {evidence['median_abs']:.2g}, {100 * balance:.0f} % positive, correlation "
-        f"{correlation:.3f}): other weights, inputs or a scale such as a temperature, which log-probs cannot tell apart"
+        f"{correlation:.3f}): other weights, other inputs, dropout, or a mixture of causes"
     )
-    proof = (
-        "a temperature can be fitted from logits only: capture output_layer:out on both sides, and digest the weights"
-    )
+    proof = "digest the weights and the inputs on both sides, and run each side twice, before any layer is blamed"
+    return Finding("all-rows-differ", text, evidence, explained, proof=proof)
+
+
+def _scattered(evidence: dict[str, Json], rows: Bools) -> Finding:
+    """Numerics that leave many rows bit-equal, so that the rows themselves are the clue."""
     return Finding(
-        "all-rows-differ", text, evidence, explained, proof=proof, capture=("output_layer:out", "logprobs/*")
+        "numerics-scattered",
+        f"{100 * float(evidence['share']):.0f} % of the rows differ, by little (median |d| "
+        f"{evidence['median_abs']:.2g}) and in both directions, the rest is bit-equal: a reduction whose order depends "
+        "on the call (batch shape, chunk, padding), or an extra rounding",
+        evidence,
+        rows,
+        proof="capture both sides at digest level: the first operator that differs on these rows and not on the others",
+    )
+
+
+def _temperature_like(view: View, trend: float, evidence: dict[str, Json], rows: Bools) -> Finding:
+    """The difference is a function of the log-prob itself: unlikely tokens move one way, likely ones the other."""
+    sharper = view.sides[1] if trend < 0 else view.sides[0]
+    return Finding(
+        "temperature-like",
+        f"all rows differ and the difference follows the log-prob itself (correlation {trend:+.2f}): the distribution "
+        f"of {sharper} is sharper, as with a lower temperature or scaled logits; the value needs logits",
+        {**evidence, "sharper": sharper},
+        rows,
+        proof="fit one T to output_layer:out of both sides: it must explain every row",
+        capture=("output_layer:out", "logprobs/*"),
     )
 
 
@@ -195,7 +236,7 @@ def _above_zero(values: F32) -> Bools:
         return np.asarray(values > 0)
 
 
-def _correlation(a: F32, b: F32) -> float:
+def _correlation(a: NDArray[Any], b: NDArray[Any]) -> float:
     x, y = a.astype(np.float64) - a.mean(dtype=np.float64), b.astype(np.float64) - b.mean(dtype=np.float64)
     scale = float(np.sqrt((x * x).sum() * (y * y).sum()))
     return float((x * y).sum() / scale) if scale > 0 else 0.0

@@ -30,6 +30,7 @@ PLAUSIBLE = 0.1
 #: Prefill chunks that are seen at one edge only must be a multiple of this many tokens (or be seen otherwise).
 GRANULE = 8
 _AGREES = "engine_steps_agree_with_suspect"
+_MIN_ONE_SIDED = 5  # rows that all lean to one side: by chance once in 16 times
 _MIN_CARRIED = 3
 _CARRIED_SHARE = 0.9
 
@@ -66,7 +67,7 @@ def label_fault(view: View) -> Finding | None:
     gross = gross_rows(view)
     if not _stands_alone(view, gross) or not _can_be_two_tokens(view, gross):
         return None
-    place = _chunk_edges(view, gross) or _sequence_ends(view, gross)
+    place = _chunk_edges(view, gross) or _sequence_ends(view, gross) or _prompt_rows(view, gross)
     if place is None:
         return None
     side = _higher(view, gross)
@@ -181,8 +182,7 @@ def _chunk_edges(view: View, gross: Bools) -> _Place | None:
     chunk = int(np.gcd.reduce(view.position[gross]))
     if chunk < 2:
         return None
-    touched = np.isin(view.sequence, np.unique(view.sequence[gross])) & (view.position >= 1)
-    edge = touched & (view.position % chunk == 0) & ~(view.generated & known)
+    edge = (view.position >= 1) & (view.position % chunk == 0) & ~(view.generated & known)
     missed = edge & ~gross
     likely = np.exp(np.maximum(view.a, view.b).astype(np.float64)) >= PLAUSIBLE
     if (missed & ~likely).any() or int(gross.sum()) <= int(missed.sum()):
@@ -207,6 +207,21 @@ def _sequence_ends(view: View, gross: Bools) -> _Place | None:
         return None
     text = f"the last position of each of the {int(ends.sum())} sequences, and no other"
     return _Place("sequence-end", text, {"sequences": int(ends.sum())})
+
+
+def _prompt_rows(view: View, gross: Bools) -> _Place | None:
+    """Single prompt rows without a common chunk size (chunks that share a token budget), all likelier on one side."""
+    known = bool(view.generated.any() and not view.generated.all())
+    if not known or view.generated[gross].any():
+        return None
+    if int(gross.sum()) < _MIN_ONE_SIDED or _higher(view, gross) is None:
+        return None
+    positions = np.unique(view.position[gross]).tolist()
+    text = (
+        f"{int(gross.sum())} single prompt positions ({listing(positions)}) and nothing after them, always the "
+        "likelier value on one side, as where a prefill chunk ends (no common chunk size)"
+    )
+    return _Place("single-prompt-rows", text, {"sequences": int(np.unique(view.sequence[gross]).shape[0])})
 
 
 def _higher(view: View, gross: Bools) -> str | None:
