@@ -32,7 +32,7 @@ def test_stack_on_is_zero_at_every_site(name: str, dtype: str) -> None:
     assert any(r.cached == 32 for r in seen.run.gen.results)
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-moe"])
+@pytest.mark.parametrize("name", ["tiny-gpt", pytest.param("tiny-moe", marks=pytest.mark.slow)])
 def test_stack_off_differs_first_at_core_attention(name: str) -> None:
     seen = observe(BedOptions(bed=name, dtype="bf16", stack=False))
     assert seen.first(("prefill",)) == f"{CORE}:out"
@@ -67,7 +67,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no chunks, no prefix cache": {"chunked_prefill": False, "prefix_caching": False},
     "padding": {"pad_multiple": 1, "pack_multiple": 1},
     "not packed": {"packing": False, "micro_batch": 4},
-    "two threads": {"threads": 2},
 }
 
 
@@ -81,6 +80,12 @@ def test_only_the_prompt_matters(variant: str, baseline: dict[Any, bytes]) -> No
     run = run_bed(BedOptions(bed="tiny-moe", dtype="bf16", **VARIANTS[variant]))
     assert run.zero
     assert _flat(run) == baseline
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_do_not_matter(threads: int, baseline: dict[Any, bytes]) -> None:
+    assert _flat(run_bed(BedOptions(bed="tiny-moe", dtype="bf16", threads=threads))) == baseline
 
 
 @pytest.mark.slow

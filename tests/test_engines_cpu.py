@@ -54,9 +54,11 @@ def test_pinned_memory_is_requested_in_vain() -> None:
 def test_importing_the_engines_touches_nothing() -> None:
     code = (
         "import torch; a = (torch.empty, torch.cuda.Event, torch.Tensor.cuda)\n"
-        "import zkl_debug.engines.cpu, zkl_debug.beds, zkl_debug.stack.cpu, sys\n"
+        "import zkl_debug.engines.cpu, zkl_debug.beds, zkl_debug.stack.cpu, sys, faulthandler, signal\n"
         "assert a == (torch.empty, torch.cuda.Event, torch.Tensor.cuda)\n"
         "assert not any(m.startswith('megatron') for m in sys.modules)\n"
+        "with zkl_debug.engines.cpu.cpu_backend(): pass\n"
+        "assert not faulthandler.is_enabled() and not faulthandler.unregister(signal.SIGINT)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import faulthandler
 import functools
 import logging
+import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,6 +28,8 @@ _depth = 0
 _patches: PatchSet | None = None
 _rng_before: torch.Tensor | None = None
 
+# Importing this module registers stack dumps for SIGTERM and SIGINT.
+_COORDINATOR = "megatron.core.inference.data_parallel_inference_coordinator.coordinator"
 # Factories that mcore calls with pin_memory=True.
 _PINNED = (
     "empty",
@@ -101,8 +106,12 @@ def is_active() -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence mcore's import and set-up chatter (warnings, and log records below ERROR) inside the block."""
+    """Silence mcore's import and set-up chatter (warnings, and log records below ERROR) inside the block.
+
+    An import of mcore also makes the whole process dump a stack at Ctrl-C; that is undone.
+    """
     before = logging.root.manager.disable
+    had_handlers, had_faulthandler = _COORDINATOR in sys.modules, faulthandler.is_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(max(before, logging.WARNING))
@@ -110,6 +119,15 @@ def quiet() -> Iterator[None]:
             yield
         finally:
             logging.disable(before)
+            if _COORDINATOR in sys.modules and not had_handlers:
+                _forget_stack_dumps(had_faulthandler)
+
+
+def _forget_stack_dumps(keep_enabled: bool) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        faulthandler.unregister(number)
+    if not keep_enabled:
+        faulthandler.disable()
 
 
 @contextlib.contextmanager
