@@ -315,3 +315,13 @@ def test_inspect_and_repair_of_a_killed_capture(tmp_path: Path, capsys: pytest.C
     assert code == 0
     assert "INCOMPLETE" in out
     assert "(repaired)" in out
+
+
+def test_killed_between_renaming_a_segment_and_removing_its_log(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    segment_path(folder, 0, 0, "wal").write_bytes(b"anything")
+    report = repair(folder)
+    assert (report.frames, report.recovered_frames) == (4, 0)
+    assert not segment_path(folder, 0, 0, "wal").exists()
+    with open_capture(folder, partial=True) as capture:
+        same(capture, frames(4, 100, 1024))
