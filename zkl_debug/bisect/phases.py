@@ -113,11 +113,13 @@ def _first_zero(r: Replay, kept: Config, left: Sequence[str], judged: bool, purp
     low, high = (0 if judged else -1), len(left)
     unknown = set() if judged else {0}
     while True:
-        cuts = [c for c in range(low + 1, high) if c not in unknown]
-        if not cuts:
-            return max(low, 0), high
-        middle = (low + high) / 2
-        cut = min(cuts, key=lambda c: (abs(c - middle), c))
+        cut = (low + high) // 2
+        if cut in unknown or not low < cut < high:
+            cuts = [c for c in range(low + 1, high) if c not in unknown]
+            if not cuts:
+                return max(low, 0), high
+            middle = (low + high) / 2
+            cut = min(cuts, key=lambda c: (abs(c - middle), c))
         outcome = r.outcome(kept.union(left[:cut]), purpose)
         if outcome is Outcome.ZERO:
             high = cut
