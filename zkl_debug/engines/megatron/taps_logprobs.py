@@ -184,9 +184,9 @@ def _score_selected(capture: Capture, function: Callable[..., Any]) -> Callable[
                 has_label = np.flatnonzero(column < width)
                 at = torch.from_numpy((frame.rows.slot[has_label] % batch) * width + column[has_label])
                 used = np.full(len(column), -1, np.int64)
-                used[has_label] = labels.reshape(-1)[at].cpu().numpy()
+                used[has_label] = labels.reshape(-1).cpu()[at].numpy()
                 value = torch.zeros(len(column), dtype=result.dtype)
-                value[torch.from_numpy(has_label)] = result.detach().reshape(-1)[at].cpu()
+                value[torch.from_numpy(has_label)] = result.detach().reshape(-1).cpu()[at]
                 _record_scored(capture, used, value)
         return result
 
