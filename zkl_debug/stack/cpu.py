@@ -1,4 +1,4 @@
-"""The switches of the CPU batch-invariant stack: how each is applied and read back.
+"""The bodies of the switches of the CPU batch-invariant stack (their data is in ``catalogue/cpu.py``).
 
 ATen kernels are replaced for the whole process while a switch is on (autograd and every thread included); mcore's
 functions are replaced at the seams that :mod:`zkl_debug.engines.megatron.seams` lists.
@@ -8,40 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zkl_debug.engines.patching import aten_cpu_kernels, replaced_kernels
+from zkl_debug.engines.patching import aten_cpu_kernels
 from zkl_debug.stack import attention, rowwise
 from zkl_debug.stack.combine import ordered_unpermute
-from zkl_debug.stack.switches import Switch
-
-_on: dict[str, int] = {}
-
-
-def _marked(name: str, body: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
-    @contextmanager
-    def apply() -> Iterator[None]:
-        with body():
-            _on[name] = _on.get(name, 0) + 1
-            try:
-                yield
-            finally:
-                _on[name] -= 1
-
-    return apply
-
-
-def _is_on(name: str) -> Callable[[], bool]:
-    return lambda: _on.get(name, 0) > 0
-
-
-def _kernels_on(*names: str) -> Callable[[], bool]:
-    return lambda: set(names) <= set(replaced_kernels())
-
 
 # --- ATen kernels -----------------------------------------------------------------------------------------------------
 
@@ -233,102 +208,3 @@ def fresh_rope_cache() -> Iterator[None]:
 
     seams.clear_rotary_cache()
     yield
-
-
-def _switch(name: str, body: Callable[[], AbstractContextManager[None]], **fields: Any) -> Switch:
-    fields.setdefault("effective", _is_on(name))
-    return Switch(name=name, apply=_marked(name, body), **fields)
-
-
-CPU_LADDER: tuple[Switch, ...] = (
-    _switch(
-        "gemm-row-tiles",
-        gemm_row_tiles,
-        fixes="matrix products see one fixed number of rows, whatever the batch: one reduction order for K",
-        owner="TE",
-        group="batch invariance",
-        effective=_kernels_on("mm", "addmm"),
-    ),
-    _switch(
-        "attention-reference",
-        attention_reference,
-        fixes="scoring and paged generation run one attention, a query row at a time; packed scoring becomes possible",
-        owner="mcore",
-        group="batch invariance",
-    ),
-    _switch(
-        "norm-rows",
-        norm_rows,
-        fixes="the mean square of a norm is a fixed tree per row",
-        owner="TE",
-        group="batch invariance",
-        effective=_kernels_on("mean.dim"),
-    ),
-    _switch(
-        "activation-rows",
-        activation_rows,
-        fixes="silu does not depend on where an element falls in a vectorised or threaded loop",
-        owner="environment",
-        group="batch invariance",
-        effective=_kernels_on("silu"),
-    ),
-    _switch(
-        "rope-rows",
-        rope_rows,
-        fixes="cos and sin do not depend on where an angle falls in a vectorised loop",
-        owner="environment",
-        group="batch invariance",
-        effective=_kernels_on("cos", "sin"),
-    ),
-    _switch(
-        "softmax-rows",
-        softmax_rows,
-        fixes="router softmax row by row",
-        owner="mcore",
-        group="batch invariance",
-        effective=_kernels_on("_softmax"),
-    ),
-    _switch(
-        "moe-ordered-combine",
-        moe_ordered_combine,
-        fixes="unpermute adds a token's expert outputs in expert order instead of by scatter-add",
-        owner="mcore",
-        group="batch invariance",
-    ),
-    _switch(
-        "log-softmax",
-        log_softmax_rows,
-        fixes="scoring takes the log-softmax of generation, not the distributed max / exp-sum / log decomposition",
-        owner="NeMo-RL",
-        group="log-probs",
-        effective=_kernels_on("_log_softmax"),
-    ),
-    _switch(
-        "chunk-edge-labels",
-        chunk_edge_labels,
-        fixes="the prompt log-prob at a prefill chunk edge is scored against the next prompt token",
-        owner="mcore",
-        group="log-probs",
-    ),
-    _switch(
-        "reseed-sides",
-        reseed_sides,
-        fixes="the CUDA RNG tracker starts from one seed on both sides",
-        owner="NeMo-RL",
-        group="lifecycle",
-    ),
-    _switch(
-        "mamba-version-pinned",
-        mamba_version_pinned,
-        fixes="mcore does not import mamba_ssm to learn its version",
-        owner="mcore",
-        group="unrelated",
-    ),
-    _switch(
-        "fresh-rope-cache",
-        fresh_rope_cache,
-        fixes="rotary tables cached by an earlier model of the process are dropped",
-        owner="mcore",
-        group="lifecycle",
-    ),
-)

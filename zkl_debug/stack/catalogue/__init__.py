@@ -1,0 +1,1 @@
+"""The full ladder as data: one module per kind of switch."""
