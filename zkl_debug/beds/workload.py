@@ -55,7 +55,7 @@ def requests(options: BedOptions, vocab: int) -> list[Request]:
     prompts: dict[int, tuple[int, ...]] = {}
     for sample, plan in PLANS.items():
         head = prompts[plan.prefix[0]][: plan.prefix[1]] if plan.prefix else ()
-        prompts[sample] = head + _tokens(options.seed, sample, plan.prompt - len(head), vocab)
+        prompts[sample] = head + _tokens(options.seed, sample, plan.prompt, vocab)[len(head) :]
     made = [Request(s, prompts[s], plan.generate, plan.arrive) for s, plan in PLANS.items()]
     for i in range(options.neighbours):
         sample = NEIGHBOUR + i
@@ -71,8 +71,17 @@ def crowd(options: BedOptions, vocab: int) -> dict[int, tuple[int, ...]]:
 
 
 def _tokens(seed: int, sample: int, count: int, vocab: int) -> tuple[int, ...]:
-    generator = np.random.default_rng([seed, sample])
-    return tuple(generator.integers(0, vocab, count).tolist())
+    """Random tokens; no two samples start with the same one, so that only a planned prefix is shared."""
+    first = np.random.default_rng(seed).permutation(vocab)[_ordinal(sample)]
+    rest = np.random.default_rng([seed, sample]).integers(0, vocab, count - 1)
+    return (int(first), *rest.tolist())
+
+
+def _ordinal(sample: int) -> int:
+    """Samples, neighbours and crowd numbered without gaps that matter: 0.., 16.., 40.. ."""
+    if sample >= CROWD:
+        return 40 + sample - CROWD
+    return 16 + sample - NEIGHBOUR if sample >= NEIGHBOUR else sample
 
 
 def _permuted[T](items: Sequence[T], seed: int) -> list[T]:

@@ -157,8 +157,13 @@ def packed_attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor, packed_seq
     return out
 
 
-def paged_varlen(attend: Attend, attend_decode: Attend | None = None) -> Callable[[Any], Any]:
-    """A wrap of ``flash_attn_varlen_func`` (prefill and mixed steps); sequences with one query are decode rows."""
+def paged_varlen(
+    attend: Attend, attend_decode: Attend | None = None, n_decode: Callable[[], int] = lambda: 0
+) -> Callable[[Any], Any]:
+    """A wrap of ``flash_attn_varlen_func`` (prefill and mixed steps).
+
+    In a mixed step the decoding sequences come first; the first ``n_decode()`` of a call take ``attend_decode``.
+    """
 
     def wrap(_original: Any) -> Any:
         def varlen(
@@ -176,9 +181,10 @@ def paged_varlen(attend: Attend, attend_decode: Attend | None = None) -> Callabl
             scale = softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5
             out = torch.zeros_like(q)
             ends, lengths = cu_seqlens_q.tolist(), cu_seqlens_k.diff().tolist()
+            decoding = n_decode()
             for seq, (first, last) in enumerate(itertools.pairwise(ends)):
                 if last > first and lengths[seq] > 0:
-                    fn = attend_decode if attend_decode is not None and last == first + 1 else attend
+                    fn = attend_decode if attend_decode is not None and seq < decoding else attend
                     keys, values = (gather_pages(t, block_table[seq], lengths[seq]) for t in (k, v))
                     out[first:last] = fn(q[first:last], keys, values, scale)
             return out

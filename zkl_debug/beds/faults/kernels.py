@@ -65,7 +65,7 @@ def linear_chunks(_context: BedContext) -> Iterator[None]:
 
 
 @contextmanager
-def split_decode(_context: BedContext) -> Iterator[None]:
+def split_decode(context: BedContext) -> Iterator[None]:
     """Decode attention runs over two halves of the keys and merges them by log-sum-exp; prefill takes one pass.
 
     The halves' results are kept in the model's dtype before the merge.
@@ -77,6 +77,8 @@ def split_decode(_context: BedContext) -> Iterator[None]:
 
     def halves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         middle = k.shape[0] // 2
+        if middle == 0:  # one key has no two halves
+            return attention.reference_attention(q, k, v, scale)
         outs, lses = [], []
         for part in (slice(0, middle), slice(middle, None)):
             out, total, top = attention.attention_parts(q, k, v, scale, part)
@@ -86,8 +88,11 @@ def split_decode(_context: BedContext) -> Iterator[None]:
         first, second = (out * (lse - both).exp()[..., None] for out, lse in zip(outs, lses, strict=True))
         return (first + second).to(q.dtype)
 
-    prefill = attention.reference_attention
-    with seams.paged_core_attention(attention.paged_varlen(prefill, halves), attention.paged_decode(halves)):
+    def n_decode() -> int:
+        return int(context.generator.context.num_decode_requests)
+
+    mixed = attention.paged_varlen(attention.reference_attention, halves, n_decode)
+    with seams.paged_core_attention(mixed, attention.paged_decode(halves)):
         yield
 
 
@@ -242,7 +247,7 @@ register(
         BOTH_DTYPES,
         ("gen", "train"),
         attention_tiles,
-        Answer((_CORE,), "prefill-decode", "own|uncaptured-state", "max_seqlen_q >= 10", "another request changed"),
+        Answer((_CORE,), "within-b", "own|uncaptured-state", "max_seqlen_q >= 10", "another request changed"),
     ),
     Fault(
         "K7",
@@ -273,7 +278,7 @@ register(
         BOTH_DTYPES,
         ("gen", "train"),
         linear_chunks,
-        Answer((_QKV,), "within-train", "own", "depends on M, not on row offset", "reduction order"),
+        Answer((_QKV,), "within-a", "own", "depends on M, not on row offset", "reduction order"),
         options={"rescore": 4},
     ),
     Fault(

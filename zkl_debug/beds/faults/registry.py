@@ -22,8 +22,9 @@ class Answer:
 
     Attributes:
         sites: glob patterns; the first differing site must match one of them. Empty: no site is to be blamed.
-        edge: ``score-prefill``, ``prefill-decode``, ``within-train`` ..., or empty when nothing differs.
-        kind: ``own``, ``uncaptured-state`` ..., or empty.
+        edge: ``score-prefill``, ``prefill-decode``, ``within-a`` ... with A = train and B = gen; alternatives are
+            separated by ``|``; empty when nothing is compared or differs.
+        kind: ``own``, ``uncaptured-state`` ..., alternatives separated by ``|``; or empty.
         rule: what the affected rows have in common, in words.
         explanation: the closed form or mechanism, in words.
         verdict: ``diverged``, ``identical`` or ``refused``.

@@ -77,6 +77,8 @@ def _nothing(_context: BedContext) -> Any:
     return nullcontext()
 
 
+# The label itself where a capture has it, else the log-prob selected by it.
+_LABEL = ("logprobs/label:out*", "logprobs/selected:out*")
 _ROPE = ("decoder.layers.0.self_attention/rope.[qk]:out*",)
 
 register(
@@ -88,7 +90,7 @@ register(
         BOTH_DTYPES,
         ("train",),
         labels_over_pack,
-        Answer(("logprobs/selected:out*",), "score-prefill", "own", "last position of each packed sequence", "label"),
+        Answer(_LABEL, "score-prefill", "own", "last position of each packed sequence", "label"),
     ),
     Fault(
         "M4",
@@ -98,7 +100,7 @@ register(
         BOTH_DTYPES,
         (),
         _nothing,
-        Answer(("logprobs/selected:out*",), "score-prefill", "own", "position = chunk edge", "label, not numerics"),
+        Answer(_LABEL, "score-prefill|within-b", "own", "position = chunk edge", "label, not numerics"),
         options={"switches": {"chunk-edge-labels": False}},
     ),
     Fault(
