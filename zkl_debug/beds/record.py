@@ -55,11 +55,11 @@ def record_bed(
     for folder in folders.values():
         if folder.exists() and any(folder.iterdir()):
             raise UsageError(f"{folder} is not empty", "a new folder", f"rm -r {folder}, or another --out")
-    out.mkdir(parents=True, exist_ok=True)
     certification: dict[str, Json] = {}
     gen: GenSide | None = None
     train: TrainSide | None = None
     with open_bed(options) as context:
+        out.mkdir(parents=True, exist_ok=True)
         with context.side("gen"):
             gen = _side(context, "gen", folders.get("gen"), context.run_gen, record, certification, say, _gen_outputs)
         if "train" in folders:
