@@ -1,0 +1,111 @@
+"""Who holds the weights that generate, and how an update gets to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from zkl_debug.beds.grpo.options import GrpoOptions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zkl_debug.engines.megatron.generation import GenConfig
+    from zkl_debug.engines.megatron.model import ModelSpec
+    from zkl_debug.engines.megatron.rollout import RolloutGenerator
+
+
+class Layout(Protocol):
+    """A trainer and a generator, and the way from one to the other."""
+
+    @property
+    def trainer(self) -> nn.Module:
+        """The model that is trained and scores."""
+
+    @property
+    def engine_model(self) -> nn.Module:
+        """The model that generates."""
+
+    @property
+    def generator(self) -> RolloutGenerator:
+        """The engine."""
+
+    def refit(self) -> None:
+        """Bring the trainer's weights to the engine, which is asleep."""
+
+
+def model_spec(options: GrpoOptions) -> ModelSpec:
+    """Sizes of the model of a run."""
+    from zkl_debug.engines.megatron.model import ModelSpec
+
+    return ModelSpec(
+        layers=options.layers,
+        hidden=options.hidden,
+        max_length=64,
+        experts=options.experts,
+        topk=2 if options.experts else 0,
+        dense_layers=1 if options.experts else 0,
+        tied_output=options.tied,
+    )
+
+
+def gen_config(options: GrpoOptions) -> GenConfig:
+    """How the engine of a run is built."""
+    from zkl_debug.engines.megatron.generation import GenConfig
+
+    return GenConfig(
+        max_tokens=options.max_tokens,
+        max_requests=options.sequences,
+        max_sequence_length=64,
+        block_size=options.block,
+        chunked_prefill=options.chunked_prefill,
+        prefix_caching=options.prefix_caching,
+        keep_prefix_blocks=True,
+        kv_management=options.kv,
+        greedy=False,
+        buffer_gb=0.004,
+    )
+
+
+class SharedLayout:
+    """``colocated-shared``: the engine runs the trainer's own model; there is nothing to copy."""
+
+    def __init__(self, options: GrpoOptions) -> None:
+        from zkl_debug.engines.megatron.model import build_model
+        from zkl_debug.engines.megatron.rollout import RolloutGenerator
+
+        self.trainer = build_model(model_spec(options), options.dtype, options.seed)
+        self.engine_model = self.trainer
+        self.generator = RolloutGenerator(self.trainer, gen_config(options))
+
+    def refit(self) -> None:
+        """The weights are the engine's already."""
+
+
+class InferenceModelLayout:
+    """``colocated-inference-model``: a second model in eval mode, updated through ``swap_model_weights``."""
+
+    def __init__(self, options: GrpoOptions) -> None:
+        from zkl_debug.engines.megatron.model import build_model
+        from zkl_debug.engines.megatron.rollout import RolloutGenerator
+
+        spec = model_spec(options)
+        self.trainer = build_model(spec, options.dtype, options.seed)
+        self.engine_model = build_model(spec, options.dtype, options.seed).eval()
+        self.generator = RolloutGenerator(self.engine_model, gen_config(options))
+
+    def refit(self) -> None:
+        """mcore's own resharding, both models in one process."""
+        from zkl_debug.engines.megatron.refit import swap_weights
+
+        swap_weights(self.trainer, self.engine_model)
+
+
+def build_layout(options: GrpoOptions) -> Layout:
+    """The layout of a run."""
+    if options.layout == "colocated-shared":
+        return SharedLayout(options)
+    if options.layout == "colocated-inference-model":
+        return InferenceModelLayout(options)
+    from zkl_debug.errors import UsageError
+
+    raise UsageError(f"layout {options.layout} runs in two processes", "zkl-debug bisect steps with a colocated layout")

@@ -1,0 +1,136 @@
+"""Rollouts of a loop through the real dynamic engine: sampled, one seed a step, with sleep and wake in between."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from zkl_debug.engines.cpu import quiet
+from zkl_debug.engines.megatron.generation import DynamicGenerator, GenConfig, GenResult, Request
+
+
+@dataclass(frozen=True)
+class BlockUse:
+    """KV blocks a request was given when (a chunk of) its prompt was admitted.
+
+    Attributes:
+        request: request id.
+        blocks: all blocks of the request so far, in order.
+        cached: how many of the blocks admitted now came from the prefix cache.
+        first: index of the first block admitted now.
+        start: prompt tokens admitted before.
+        length: prompt tokens admitted now.
+        prompt: prompt length.
+    """
+
+    request: int
+    blocks: tuple[int, ...]
+    cached: int
+    first: int
+    start: int
+    length: int
+    prompt: int
+
+    @property
+    def hit(self) -> tuple[int, ...]:
+        """Blocks that came from the prefix cache."""
+        return self.blocks[self.first : self.first + self.cached]
+
+
+class RolloutGenerator(DynamicGenerator):
+    """The dynamic engine as a loop uses it.
+
+    Prompt log-probs are not asked for, as in NeMo-RL. ``uses`` tells, after a generation, which KV blocks every
+    request was given. ``naps`` are engine steps before which the engine sleeps and wakes while requests are in flight;
+    ``on_nap`` is called between.
+    """
+
+    def __init__(self, model: nn.Module, config: GenConfig) -> None:
+        super().__init__(model, config)
+        self.uses: list[BlockUse] = []
+        self.naps: tuple[int, ...] = ()
+        self.on_nap: Callable[[], None] = lambda: None
+        self.context.add_request = self._noted
+
+    def reseed(self, seed: int) -> None:
+        """Sampling of the next generation starts from ``seed``."""
+        self.config = replace(self.config, seed=seed)
+
+    def generate(self, requests: Sequence[Request]) -> list[GenResult]:
+        """Run all requests to their end; ``cached`` of a result counts tokens served by the prefix cache."""
+        self.uses = []
+        finished: dict[int, Any] = {}
+        waiting = deque(sorted(requests, key=lambda r: r.arrive))
+        with quiet():
+            self.engine.resume()
+            try:
+                self._seed_sampling()
+                self._run(waiting, finished)
+            finally:
+                self.engine.suspend()
+        return [_result(request, finished[request.sample]) for request in requests]
+
+    def _run(self, waiting: deque[Request], finished: dict[int, Any]) -> None:
+        step = 0
+        while waiting or self.engine.has_unfinished_requests():
+            if step and step in self.naps and self.engine.has_unfinished_requests():
+                self.engine.suspend()
+                self.on_nap()
+                self.engine.resume()
+            idle = not self.engine.has_unfinished_requests()
+            while waiting and (waiting[0].arrive <= step or idle):
+                self._submit(waiting.popleft())
+                idle = False
+            for record in self.engine.step_modern()["finished_request_records"]:
+                request = record.merge()
+                finished[request.request_id] = request
+            step += 1
+            self.steps += 1
+
+    def _submit(self, request: Request) -> None:
+        from megatron.core.inference.sampling_params import SamplingParams
+
+        sampling = SamplingParams(
+            num_tokens_to_generate=request.n_generate,
+            return_log_probs=True,
+            skip_prompt_log_probs=True,
+            top_k=1 if self.config.greedy else 0,
+            temperature=self.config.temperature,
+            termination_id=-1,
+        )
+        self.engine.add_request(request.sample, list(request.prompt), sampling)
+
+    def _noted(self, req: Any, prefill_chunk_length: int | None = None, **kwargs: Any) -> Any:
+        context = self.context
+        before, cached_before = int(req.finished_chunk_token_count), int(req.num_cached_tokens)
+        slot = int(context.total_request_count)
+        length = prefill_chunk_length if prefill_chunk_length is not None else int(req.remaining_prompt_length)
+        # Looked up on the class at every call: taps and switches replace it there.
+        result = type(context).add_request(context, req, prefill_chunk_length=prefill_chunk_length, **kwargs)
+        size = int(context.block_size_tokens)
+        count = int(context.request_kv_block_counts[slot])
+        blocks = tuple(int(b) for b in context.request_to_kv_block_ids[slot][:count].tolist())
+        cached = (int(req.num_cached_tokens) - cached_before) // size
+        self.uses.append(
+            BlockUse(int(req.request_id), blocks, cached, -(-before // size), before, length, len(req.prompt_tokens))
+        )
+        return result
+
+
+def _result(request: Request, finished: Any) -> GenResult:
+    generated = tuple(int(t) for t in finished.generated_tokens)
+    log_probs = np.array(finished.generated_log_probs or (), dtype=np.float32)
+    return GenResult(
+        sample=request.sample,
+        request_id=request.sample,
+        tokens=request.prompt + generated,
+        prompt_length=len(request.prompt),
+        cached=int(finished.num_cached_tokens),
+        generated_log_probs=log_probs,
+        prompt_log_probs=np.full(max(0, len(request.prompt) - 1), np.nan, dtype=np.float32),
+    )
