@@ -6,11 +6,14 @@ writing of the one before.
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from zkl_debug.store.column import write_at
@@ -18,7 +21,9 @@ from zkl_debug.store.column import write_at
 Task = Callable[[], None]
 
 # Writes are handed to the second thread by this many bytes, or when a task follows them.
-_BATCH_BYTES = 4 << 20
+_BATCH_BYTES = 8 << 20
+_YIELD_BYTES = 128 << 10
+_IOV_MAX = 512
 
 
 class Pipeline:
@@ -68,6 +73,8 @@ class Pipeline:
         self._write_bytes += data.nbytes
         if self._write_bytes >= _BATCH_BYTES:
             self._hand_on()
+        if data.nbytes >= _YIELD_BYTES:
+            time.sleep(0)  # the second thread needs the interpreter lock for a moment between two system calls
 
     def _hand_on(self) -> None:
         if self._writes:
@@ -140,5 +147,24 @@ class Pipeline:
 
 
 def _write_all(writes: list[tuple[int, NDArray[Any], int]]) -> None:
-    for fd, data, offset in writes:
-        write_at(fd, data, offset)
+    """Write in order; what follows in the file on what was written before goes in the same system call."""
+    start = 0
+    for k in range(1, len(writes) + 1):
+        if k < len(writes) and k - start < _IOV_MAX and _follows(writes[k - 1], writes[k]):
+            continue
+        run = writes[start:k]
+        start = k
+        fd, _, offset = run[0]
+        done = os.pwritev(fd, [_flat(data) for _, data, _ in run], offset) if len(run) > 1 else 0
+        for _, data, at in run:
+            if at + data.nbytes > offset + done:  # alone, or a short write: the rest
+                skip = max(0, offset + done - at)
+                write_at(fd, _flat(data)[skip:], at + skip)
+
+
+def _follows(before: tuple[int, NDArray[Any], int], after: tuple[int, NDArray[Any], int]) -> bool:
+    return before[0] == after[0] and before[2] + before[1].nbytes == after[2]
+
+
+def _flat(data: NDArray[Any]) -> NDArray[np.uint8]:
+    return data.reshape(-1).view(np.uint8)
