@@ -115,7 +115,6 @@ class Replay:
         narrow = self.answers.get((on, False))
         if use_wide and narrow is not None and narrow.outcome is Outcome.MISMATCH:
             return narrow  # a mismatch is final
-        assert self.space.is_valid(on), f"proposed an invalid configuration: {sorted(on)}"
         answer = Observation(Outcome.ZERO)
         for repeat in range(self.repeats):
             answer = self._fetch((on, use_wide, repeat), purpose)
@@ -158,6 +157,7 @@ class Replay:
         found = self.known.get(key)
         if found is None:
             config, wide, repeat = key
+            assert self.space.is_valid(config), f"proposed an invalid configuration: {sorted(config)}"
             prior = _PRIOR[purpose] if repeat == 0 or purpose is Purpose.CALIBRATION else max(0.9, _PRIOR[purpose])
             left = 0 if purpose is Purpose.CALIBRATION else self.repeats - 1 - repeat
             raise Need(Request(config, repeat, wide, purpose), prior, left)

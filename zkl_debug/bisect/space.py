@@ -116,11 +116,15 @@ class Space:
 
     def dependents(self, names: Iterable[str]) -> Config:
         """``names`` and everything that (transitively) requires one of them."""
-        wanted = set(names)
-        for name in self.order:
-            if wanted.intersection(self.by_name[name].requires):
-                wanted.add(name)
-        return frozenset(wanted)
+        return frozenset().union(*(self._dependents[n] for n in names))
+
+    @cached_property
+    def _dependents(self) -> Mapping[str, Config]:
+        found: dict[str, Config] = {}
+        for name in reversed(self.order):
+            direct = [s.name for s in self.switches if name in s.requires]
+            found[name] = frozenset([name]).union(*(found[d] for d in direct))
+        return found
 
     def rivals(self, names: Iterable[str]) -> Config:
         """Switches that conflict with one of ``names``."""
@@ -130,16 +134,6 @@ class Space:
 
     def is_valid(self, config: Config) -> bool:
         """Whether ``config`` is closed under ``requires``, free of conflicts and respects what is held."""
-        known = self._validity.get(config)
-        if known is None:
-            known = self._validity[config] = self._is_valid(config)
-        return known
-
-    @cached_property
-    def _validity(self) -> dict[Config, bool]:
-        return {}
-
-    def _is_valid(self, config: Config) -> bool:
         return (
             self.closure(config) == config
             and not (self.rivals(config) & config)
