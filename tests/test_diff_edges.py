@@ -98,7 +98,7 @@ def test_prefill_alone_is_score_prefill() -> None:
 
 
 def test_batch_variance_of_the_engine_is_within_b() -> None:
-    verdict = diff_captures(TRAIN, gen(plant(QKV, lambda ctx: ctx.phase is Phase.PREFILL and ctx.rows_in_call >= 6)))
+    verdict = diff_captures(TRAIN, gen(plant(QKV, lambda ctx: ctx.phase is Phase.PREFILL and ctx.rows_in_call < 6)))
     assert answer(verdict) == ("within-b", QKV, "own")
 
 
@@ -116,6 +116,23 @@ def test_variance_that_cannot_explain_the_other_edge_does_not_hide_it() -> None:
     verdict = diff_captures(TRAIN, gen(always))
     assert verdict.edges["within-b"].mismatched > 0
     assert answer(verdict) == ("score-prefill", QKV, "own")
+
+
+def test_one_chance_duplicate_does_not_make_it_a_fault_of_one_side() -> None:
+    """Only the second sample of a scoring batch is wrong; one prefix happens to be in a first and a second place."""
+
+    def second(ctx: Ctx) -> bool:
+        return ctx.side == "train" and ctx.sample in (0, 2, 3)
+
+    train = memory(WORLD, "train", scoring(WORLD), Options(tweak=plant(ATTENTION, second)))
+    verdict = diff_captures(train, gen())
+    assert verdict.edges["within-a"].first is not None
+    assert verdict.edges["within-a"].first.site == ATTENTION
+    within = verdict.row_table(ATTENTION, "within-a")
+    crossing = verdict.row_table(ATTENTION, "score-prefill")
+    few = len(np.unique(within["position"][within["mismatch"]])) / crossing["mismatch"].sum()
+    assert few < 0.25
+    assert answer(verdict) == ("score-prefill", ATTENTION, "own")
 
 
 def test_two_training_captures_differ_on_score_score() -> None:

@@ -132,8 +132,10 @@ def build_pairs(space: RowSpace) -> Pairs:
 
 
 def named_row(space: RowSpace, left: Ints, right: Ints) -> Ints:
-    """The row of each pair that names the sample: the one of A, else the left one."""
-    return np.where((space.side[left] == 1) & (space.side[right] == 0), right, left)
+    """The row that names the sample of each pair: that of A, else A's first row of the same key, else the left one."""
+    key_row = space.key_row[space.key[left]]
+    of_a = np.where(space.side[right] == 0, right, np.where(space.side[key_row] == 0, key_row, left))
+    return np.where(space.side[left] == 0, left, of_a)
 
 
 def _earliest_first(space: RowSpace, left: Ints, right: Ints) -> Ints:
