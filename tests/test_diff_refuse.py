@@ -301,8 +301,9 @@ def test_incomplete_captures_need_partial(folders: tuple[Path, Path], tmp_path: 
 
 def test_losses_a_capture_admits_are_listed() -> None:
     engine = with_meta(gen(), unkeyed_rows=3, not_rows={"rotary_pos_emb:out": "(64, 1, 1, 8)"}, filtered_sites=2)
+    engine = with_meta(engine, ended_by="KeyboardInterrupt", dropped={"rank 3": "queue full"}, notes=["budget reached"])
     verdict = diff_captures(TRAIN, engine)
     assert verdict.claim.scope == "captured-sites"
     text = str(verdict.to_json()["coverage"]["skipped"])
-    for word in ("unkeyed_rows", "rotary_pos_emb:out", "filtered_sites"):
+    for word in ("unkeyed_rows", "rotary_pos_emb:out", "filtered_sites", "KeyboardInterrupt", "queue full", "budget"):
         assert word in text

@@ -223,6 +223,9 @@ def capture_skips(name: str, capture: CaptureLike) -> list[Skip]:
         count = fact(capture, key)
         if isinstance(count, int) and count > 0:
             skips.append(Skip(f"lost in {name}: {key}", reason, count))
+    ended = fact(capture, "ended_by")
+    if ended:
+        skips.append(Skip(f"lost in {name}: end of the program", f"it ended by {ended}"))
     dropped = fact(capture, "dropped")
     for what, reason in dropped.items() if isinstance(dropped, Mapping) else ():
         skips.append(Skip(f"lost in {name}: {what}", str(reason)))
