@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from zkl_debug.bisect.criterion import parse_criterion
-from zkl_debug.bisect.outcome import Observation, RawRun, Request
+from zkl_debug.bisect.outcome import Observation, Oracle, RawRun, Request
 from zkl_debug.bisect.replay import Policy
 from zkl_debug.bisect.space import Space
 from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout
@@ -35,7 +35,13 @@ def group() -> None:
 @group.command(
     "switches", epilog=_COMMAND_HELP, short_help="Find the minimal set of switches that makes the mismatch go away."
 )
-@click.option("--space", "space_file", required=True, type=click.Path(path_type=Path), help="Space file (YAML).")
+@click.option("--space", "space_file", type=click.Path(path_type=Path), help="Space file (YAML), for a COMMAND.")
+@click.option("--bed", metavar="NAME", help="Run this bed instead of a COMMAND, over the switches of its stack.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="bf16", show_default=True, help="Of the bed.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the bed: weights and prompts.")
+@click.option("--fault", metavar="ID", help="A defect put into the bed.")
+@click.option("--hold", "held", multiple=True, metavar="NAME=on|off", help="A switch of the bed that is not varied.")
+@click.option("--keep", is_flag=True, help="Keep the captures of the bed's runs.")
 @click.option("--journal", type=click.Path(path_type=Path), help="File of finished runs: resumes, repeats nothing.")
 @click.option("--rejudge", "rejudged", metavar="CRITERION", help="Judge the journal's runs again; runs nothing.")
 @click.option("--criterion", default="auto", show_default=True, help="auto, exit, verdict, or PATH OP NUMBER.")
@@ -76,14 +82,14 @@ def group() -> None:
 def switches(**given: Any) -> int:
     """Find the minimal set of switches that makes the mismatch go away, and what each switch is worth.
 
-    COMMAND learns which switches are on from ZKL_SWITCHES (JSON), ZKL_SWITCHES_FILE, ZKL_SWITCH_<NAME>=0|1 and the
-    variables the space file binds.
+    With --bed, a bed is run over the switches of its stack. Otherwise COMMAND is run over those of a space file; it
+    learns which switches are on from ZKL_SWITCHES (JSON), ZKL_SWITCHES_FILE, ZKL_SWITCH_<NAME>=0|1 and the variables
+    the space file binds.
     """
     from zkl_debug.bisect.driver import rejudge
-    from zkl_debug.bisect.load import load_space
     from zkl_debug.bisect.report import print_switches
 
-    space = load_space(given["space_file"])
+    space = _space(given)
     policy = Policy(
         visibility=given["visibility"],
         error_bound=given["error_bound"],
@@ -106,10 +112,42 @@ def switches(**given: Any) -> int:
     return int(result.exit_code)
 
 
+def _space(given: dict[str, Any]) -> Space:
+    """The space of a bed, or the one of a space file.
+
+    Raises:
+        UsageError: neither is given, or both are, or a bed and a command.
+    """
+    if (given["bed"] is None) == (given["space_file"] is None):
+        raise UsageError("what is searched is not clear", "either --bed NAME, or --space FILE with a COMMAND")
+    if given["bed"] is None:
+        from zkl_debug.bisect.load import load_space
+
+        return load_space(given["space_file"])
+    if given["command"]:
+        raise UsageError("a bed runs no COMMAND", "--bed NAME alone, or --space FILE -- COMMAND")
+    from zkl_debug.beds.oracle import bed_space, bed_switches, parse_held
+
+    return bed_space(bed_switches(given["bed"]), parse_held(given["held"]))
+
+
+def _oracle(space: Space, given: dict[str, Any], out: Path) -> Oracle:
+    from zkl_debug.bisect.process import Limits
+
+    if given["bed"] is None:
+        from zkl_debug.bisect.oracle import CommandOracle
+
+        return CommandOracle(space, given["command"], out, limits=Limits(given["timeout"], given["memory"]))
+    from zkl_debug.beds.bed import BedOptions
+    from zkl_debug.beds.oracle import DEFAULT_LIMITS, BedOracle
+
+    options = BedOptions(bed=given["bed"], dtype=given["dtype"], seed=given["seed"], fault=given["fault"])
+    limits = Limits(given["timeout"] or DEFAULT_LIMITS.timeout, given["memory"] or DEFAULT_LIMITS.memory)
+    return BedOracle(space, options, out, limits=limits, keep=given["keep"])
+
+
 def _run_switches(space: Space, policy: Policy, given: dict[str, Any]) -> Any:
     from zkl_debug.bisect.driver import bisect_switches
-    from zkl_debug.bisect.oracle import CommandOracle
-    from zkl_debug.bisect.process import Limits
     from zkl_debug.bisect.report import progress_line
 
     console, numbers = stderr(), itertools.count(1)
@@ -121,7 +159,7 @@ def _run_switches(space: Space, policy: Policy, given: dict[str, Any]) -> Any:
             if given["journal"]
             else Path(tempfile.mkdtemp(prefix="zkl-bisect-"))
         )
-    oracle = CommandOracle(space, given["command"], out, limits=Limits(given["timeout"], given["memory"]))
+    oracle = _oracle(space, given, out)
     console.print(f"[dim]outputs of the runs: {out}[/]", soft_wrap=True)
 
     def progress(request: Request, raw: RawRun, seen: Observation, stored: bool) -> None:

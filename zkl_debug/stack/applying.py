@@ -1,4 +1,4 @@
-"""How switches of the catalogue get their ``apply``, ``effective`` and ``read``: bodies are imported when first used."""
+"""How switches of the catalogue get ``apply``, ``effective`` and ``read``: bodies are imported when first used."""
 
 from __future__ import annotations
 

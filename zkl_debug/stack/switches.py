@@ -15,11 +15,11 @@ class SwitchError(UsageError):
     """A switch is unknown, or the switches asked for do not go together."""
 
 
-class SwitchUnavailable(SwitchError):
+class SwitchUnavailable(SwitchError):  # noqa: N818 - it is a state of the switch
     """A switch cannot be applied here: the machine lacks something, or this project carries no code for it."""
 
 
-class NotEffective(Refused):  # noqa: N818 - a refusal is a verdict as much as an error
+class NotEffective(Refused):
     """A switch was requested on and is off in what runs."""
 
 
@@ -112,7 +112,7 @@ def switch(name: str) -> Switch:
     Raises:
         SwitchError: when there is none.
     """
-    from zkl_debug.stack.ladder import full_ladder
+    from zkl_debug.stack.full import full_ladder
 
     known = {s.name: s for s in full_ladder()}
     if name not in known:
