@@ -12,7 +12,7 @@ test: $(STAMP)
 	$(BIN)/ruff check zkl_debug tests
 	$(BIN)/ruff format --check zkl_debug tests
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 1800

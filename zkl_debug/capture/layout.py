@@ -88,6 +88,11 @@ def raw_rows(view: RowView) -> NDArray[np.unsignedinteger]:
         tensor = tensor.index_select(0, torch.from_numpy(view.take).to(tensor.device))
     else:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return raw_bits(tensor)
+
+
+def raw_bits(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
+    """A tensor's rows as unsigned integers of its element size on the host, shape [n, W]; shares memory if it can."""
     torch_dtype, np_dtype = _UNSIGNED[tensor.element_size()]
     flat = tensor.contiguous().reshape(tensor.shape[0], -1).view(torch_dtype).cpu().numpy()
     return flat.view(np_dtype)

@@ -9,7 +9,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zkl_debug.capture import device
 from zkl_debug.capture.layout import RowView, dtype_name, raw_rows, resolve
 from zkl_debug.capture.rows import FrameRows, label_rows
 from zkl_debug.digest_torch import digest_tensor
@@ -26,6 +27,7 @@ from zkl_debug.schema import EventRecord, Json, SiteBlock, SiteKind, SiteMeta, S
 if TYPE_CHECKING:
     from zkl_debug.store.writer import CaptureWriter
 
+_NO_DIGEST = np.zeros((0, 2), np.uint64)
 _ALIAS_KEEP = 6  # tensors whose digests are kept for the next hooks of the same frame
 
 
@@ -60,6 +62,7 @@ class _OpenFrame:
     labels: list[NDArray[np.void]] = field(default_factory=list)
     seen: dict[str, int] = field(default_factory=dict)
     alias: OrderedDict[tuple[Any, ...], tuple[torch.Tensor, NDArray[np.uint64]]] = field(default_factory=OrderedDict)
+    pending: list[tuple[int, device.Pending]] = field(default_factory=list)  # (block, what is still on the device)
     scratch: dict[str, Any] = field(default_factory=dict)  # adapter state of this frame (expert permutation ...)
 
     @property
@@ -140,6 +143,14 @@ class CaptureSession:
         frame, self._frame = self._frame, None
         if frame is None or self.writer is None:
             return
+        if frame.pending:
+            with self.guarded("read-out"):
+                for (at, _), (digest, payload) in zip(
+                    frame.pending, device.read_out([p for _, p in frame.pending]), strict=True
+                ):
+                    frame.blocks[at] = replace(frame.blocks[at], digest=digest, payload=payload)
+            if not self.enabled:
+                return
         table = np.concatenate([frame.rows.rows, *frame.labels]) if frame.labels else frame.rows.rows
         table["frame"] = frame.index
         self.writer.write_frame(frame.rows.frame_record(frame.index, self.event_seq, len(table)), table, frame.blocks)
@@ -218,7 +229,13 @@ class CaptureSession:
             return
         name = self._occurrence(frame, name)
         meta = self._meta(name, view, kind, semantic)
-        payload = raw_rows(view) if self.options.level == "payload" else None
+        wanted = self.options.level == "payload"
+        pending = device.launch(view, wanted)
+        if pending is not None:
+            frame.pending.append((len(frame.blocks), pending))
+            frame.blocks.append(SiteBlock(meta, view.row, _NO_DIGEST))
+            return
+        payload = raw_rows(view) if wanted else None
         digest = self._digest(frame, view, source)
         frame.blocks.append(SiteBlock(meta, view.row, digest, payload))
 
