@@ -7,7 +7,6 @@ values and stale flags included.
 from __future__ import annotations
 
 import collections
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,11 @@ _MODULE_OWN = frozenset(vars(nn.Module()))
 
 @dataclass(frozen=True)
 class _Slot:
-    """One attribute: what it referred to, and a copy of the contents where they can change in place."""
+    """One value: the object, and a copy of its contents where they can change in place.
+
+    ``content`` of a container is made of slots, so that a tensor it holds is put back into the same tensor: it may
+    share its storage with a parameter.
+    """
 
     value: Any
     content: Any
@@ -45,7 +48,7 @@ class Image:
     @property
     def nbytes(self) -> int:
         """Bytes of tensor copies."""
-        return sum(_nbytes(slot.content) for _, slots in self._held for slot in slots.values())
+        return sum(_nbytes(slot) for _, slots in self._held for slot in slots.values())
 
     def restore(self) -> None:
         """Put everything back; attributes that did not exist then and hold plain values or tensors are removed."""
@@ -76,15 +79,21 @@ def _is_content(value: Any) -> bool:
 
 def _is_plain_container(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(_is_content(v) for v in value.values()) and all(isinstance(k, _SCALARS + (tuple,)) for k in value)
+        return all(_is_content(v) for v in value.values()) and all(isinstance(k, (*_SCALARS, tuple)) for k in value)
     return isinstance(value, (*_CONTAINERS, tuple)) and all(_is_content(v) for v in value)
 
 
 def _slot(value: Any) -> _Slot:
     if isinstance(value, torch.Tensor):
         return _Slot(value, _copy(value))
-    if isinstance(value, np.ndarray) or (isinstance(value, _CONTAINERS) and _is_plain_container(value)):
-        return _Slot(value, copy.deepcopy(value))
+    if isinstance(value, np.ndarray):
+        return _Slot(value, value.copy())
+    if isinstance(value, dict) and _is_plain_container(value):
+        return _Slot(value, {k: _slot(v) for k, v in value.items()})
+    if isinstance(value, set) and _is_plain_container(value):
+        return _Slot(value, set(value))
+    if isinstance(value, list | tuple | collections.deque) and _is_plain_container(value):
+        return _Slot(value, [_slot(v) for v in value])
     return _Slot(value, None)
 
 
@@ -95,27 +104,48 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _put_back(obj: Any, name: str, slot: _Slot) -> None:
+    _fill(slot)
+    if _vars(obj).get(name, obj) is not slot.value:
+        setattr(obj, name, slot.value)
+
+
+def _fill(slot: _Slot) -> Any:
+    """Put the contents back into the object; returns the object."""
     value, content = slot.value, slot.content
     if isinstance(value, torch.Tensor):
-        if content is not None:
-            storage = value.untyped_storage()
-            if storage.nbytes() < content.numel() * content.element_size():
-                storage.resize_(content.numel() * content.element_size())
-            value.copy_(content)
-        else:
-            value.untyped_storage().resize_(0)
+        _fill_tensor(value, content)
+    elif content is None:
+        pass
     elif isinstance(value, np.ndarray):
         value[...] = content
-    elif isinstance(value, dict) and content is not None:
+    elif isinstance(value, dict):
+        items = {k: _fill(v) for k, v in content.items()}
         value.clear()
-        value.update(copy.deepcopy(content))
-    elif isinstance(value, list) and content is not None:
-        value[:] = copy.deepcopy(content)
-    elif isinstance(value, set | collections.deque) and content is not None:
+        value.update(items)
+    elif isinstance(value, set):
         value.clear()
-        (value.update if isinstance(value, set) else value.extend)(copy.deepcopy(content))
-    if _vars(obj).get(name, obj) is not value:
-        setattr(obj, name, value)
+        value.update(content)
+    elif isinstance(value, list):
+        value[:] = [_fill(v) for v in content]
+    elif isinstance(value, collections.deque):
+        items = [_fill(v) for v in content]
+        value.clear()
+        value.extend(items)
+    else:
+        for inner in content:
+            _fill(inner)
+    return value
+
+
+def _fill_tensor(tensor: torch.Tensor, content: torch.Tensor | None) -> None:
+    storage = tensor.untyped_storage()
+    if content is None:
+        storage.resize_(0)
+        return
+    nbytes = content.numel() * content.element_size()
+    if storage.nbytes() < nbytes:
+        storage.resize_(nbytes)
+    tensor.copy_(content)
 
 
 def _remove(obj: Any, name: str) -> None:
@@ -124,11 +154,12 @@ def _remove(obj: Any, name: str) -> None:
     delattr(obj, name)
 
 
-def _nbytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return int(value.nbytes)
-    if isinstance(value, dict):
-        return sum(_nbytes(v) for v in value.values())
-    if isinstance(value, list | tuple | set | collections.deque):
-        return sum(_nbytes(v) for v in value)
+def _nbytes(slot: _Slot) -> int:
+    content = slot.content
+    if isinstance(content, torch.Tensor | np.ndarray):
+        return int(content.nbytes)
+    if isinstance(content, dict):
+        return sum(_nbytes(s) for s in content.values())
+    if isinstance(content, list):
+        return sum(_nbytes(s) for s in content)
     return 0

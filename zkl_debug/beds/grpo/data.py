@@ -30,6 +30,7 @@ class Batch:
         prompts: tokens of each group's prompt.
         origin: step in which each group's prompt was first used.
         generate: tokens to generate, by sample; samples ``group * group_size + i`` share a prompt.
+        arrive: engine step before which each sample is submitted.
         group_size: rollouts of a prompt.
     """
 
@@ -38,6 +39,7 @@ class Batch:
     prompts: tuple[tuple[int, ...], ...]
     origin: tuple[int, ...]
     generate: tuple[int, ...]
+    arrive: tuple[int, ...]
     group_size: int
 
     def group(self, sample: int) -> int:
@@ -48,15 +50,23 @@ class Batch:
         """What is submitted to the engine, in order."""
         from zkl_debug.engines.megatron.generation import Request
 
-        return [Request(s, self.prompts[self.group(s)], count) for s, count in enumerate(self.generate)]
+        return [
+            Request(s, self.prompts[self.group(s)], count, arrive)
+            for s, (count, arrive) in enumerate(zip(self.generate, self.arrive, strict=True))
+        ]
 
 
 def batch(options: GrpoOptions, step: int, vocab: int) -> Batch:
     """The data of step ``step`` (1, 2 ...)."""
-    origin = [1 if step == options.returns_at and g in options.returning else step for g in range(options.groups)]
+    again = step >= options.returns_at > 1
+    earlier = 1 + (step - 1) % (options.returns_at - 1) if again else step
+    origin = [earlier if g in options.returning else step for g in range(options.groups)]
     prompts = tuple(_prompt(options, made_in, group, vocab) for group, made_in in enumerate(origin))
     generate = tuple(_GENERATE + (s + s // options.group_size) % _GENERATE_SPREAD for s in range(options.sequences))
-    return Batch(step, options.seed * 100_003 + step, prompts, tuple(origin), generate, options.group_size)
+    count, late = options.sequences, options.late
+    arrive = tuple(options.nap + 1 if late and s >= count - late else 0 for s in range(count))
+    seed = options.seed * 100_003 + step
+    return Batch(step, seed, prompts, tuple(origin), generate, arrive, options.group_size)
 
 
 def _prompt(options: GrpoOptions, step: int, group: int, vocab: int) -> tuple[int, ...]:

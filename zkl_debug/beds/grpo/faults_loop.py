@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from zkl_debug.beds.grpo import breaks
 from zkl_debug.beds.grpo.options import GrpoOptions
 from zkl_debug.errors import UsageError
 
@@ -78,14 +79,119 @@ def loop_fault(name: str | None) -> LoopFault:
     return found
 
 
-register(LoopFault("Z0", "nothing is broken", "", lambda _loop: nullcontext(), LoopAnswer()))
+_SECOND = {"layout": "colocated-inference-model"}
+_FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
+_ROUTER = "decoder.layers.1.mlp.router.weight"
+_NOT_SENT = "decoder.layers.1.self_attention.linear_proj.weight"
+
+
+def _nothing(_loop: GrpoLoop) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 register(
+    LoopFault("Z0", "nothing is broken", "", _nothing, LoopAnswer()),
     LoopFault(
         "S1",
         "prefix cache kept over refit: blocks cached under old weights are hit when a prompt comes back",
         "NeMo-RL#4018, lmdeploy#4917",
-        lambda _loop: nullcontext(),
-        LoopAnswer("state", 4, "refit", "version v-3", ("gen:kv/block.*",)),
+        _nothing,
+        LoopAnswer("state", 4, "refit", "version v-3", ("kv/block.*",)),
         {"invalidate": False, "kv": "persist", "prefix_caching": True},
+    ),
+    LoopFault(
+        "S6",
+        "waking restores a CPU backup taken before the last sync",
+        "trl#5312",
+        breaks.old_backup,
+        LoopAnswer("state", 4, "wake", "version v-2", ("*",)),
+        _SECOND,
+    ),
+    LoopFault(
+        "S8",
+        "KV blocks are freed at sleep while a request in flight still points to them",
+        "issue 5 (c)",
+        breaks.blocks_freed_at_sleep,
+        LoopAnswer("state", 4, "sleep", "two owners", ("kv/block.*",)),
+        {"nap": 4, "late": 4},
+    ),
+    LoopFault(
+        "S14",
+        "a float32 copy of the output layer's weight is not refreshed",
+        "prime-rl#2438",
+        breaks.float_head,
+        LoopAnswer("state", 2, "refit", "cast (version v-1)", ("output_layer.weight_fp32",)),
+        _SECOND,
+    ),
+    LoopFault(
+        "W1",
+        "updates never reach the engine",
+        "verl#7495",
+        breaks.nothing_sent,
+        LoopAnswer("state", 2, "refit", "version v-1", ("*",)),
+        _SECOND,
+    ),
+    LoopFault(
+        "W2",
+        "the tied output layer is a clone that no refit updates",
+        "torchtitan#2402",
+        breaks.untied_copy,
+        LoopAnswer("state", 2, "refit", "version v-1", ("output_weight_copy",)),
+        {**_SECOND, "tied": True},
+    ),
+    LoopFault(
+        "W3",
+        "one tensor is missing from the payload of the refit",
+        "prime-rl#2714",
+        breaks.one_missing(_NOT_SENT),
+        LoopAnswer("state", 2, "refit", "version v-1", (_NOT_SENT,)),
+        _SECOND,
+    ),
+    LoopFault(
+        "W5",
+        "a weight is shuffled twice",
+        "sglang#28963",
+        breaks.shuffled_twice,
+        LoopAnswer("state", 2, "refit", "permutation", (_FC1,)),
+        _SECOND,
+    ),
+    LoopFault(
+        "W9",
+        "expert ids are offset by one in the refit",
+        "AReaL#1595",
+        breaks.experts_off_by_one,
+        LoopAnswer("state", 2, "refit", "version v of", ("decoder.layers.1.mlp.experts.*",)),
+        {**_SECOND, "experts": 4},
+    ),
+    LoopFault(
+        "P3",
+        "the fp32 router weight is sent as bf16",
+        "prime-rl#3524",
+        breaks.sent_as(_ROUTER, "bfloat16"),
+        LoopAnswer("state", 2, "refit", "dtype-rounded", (_ROUTER,)),
+        {**_SECOND, "experts": 4, "dtype": "fp32"},
+    ),
+    LoopFault(
+        "K2",
+        "linear sums K in one chunk for 1 or 33 rows; from step 4 long sequences are scored alone, 33 rows at a time",
+        "TransformerEngine#2986",
+        breaks.linear_by_size,
+        LoopAnswer("data", 4),
+        {"long_from": 4, "long_groups": (5,), "long_length": 25, "alone_from": 30, "returns_at": 0},
+    ),
+    LoopFault(
+        "D1",
+        "a later prefill chunk merges old and new keys by log-sum-exp; from step 4 prompts are long enough to be split",
+        "issue 5 (d)",
+        breaks.chunk_merge,
+        LoopAnswer("data", 4),
+        {
+            "long_from": 4,
+            "long_groups": (2, 9),
+            "long_length": 40,
+            "returns_at": 0,
+            "prefix_caching": False,
+            "max_tokens": 512,
+        },
     ),
 )

@@ -34,8 +34,9 @@ class GrpoOptions:
         chunked_prefill: split prompts at the token budget of an engine step.
         max_tokens: that budget; a multiple of 64.
         nap: 0, or the engine step before which the engine sleeps and wakes while requests are in flight.
-        offload_weights: weights of the inference model are moved to a CPU backup while it sleeps.
-        returns_at: step at which prompts of step 1 come back (0: never). The default is the flagship's step 4.
+        late: that many of the last requests are submitted only after the nap.
+        returns_at: step from which on prompts of earlier steps come back (0: never): step s repeats those of step
+            ``1 + (s - 1) % (returns_at - 1)``. The default is the flagship's step 4.
         returning: groups whose prompts come back.
         long_from: step from which on some prompts are long (0: never).
         long_groups: groups with long prompts.
@@ -67,7 +68,7 @@ class GrpoOptions:
     chunked_prefill: bool = True
     max_tokens: int = 512
     nap: int = 0
-    offload_weights: bool = False
+    late: int = 0
     returns_at: int = 4
     returning: tuple[int, ...] = (3,)
     long_from: int = 0
@@ -91,7 +92,9 @@ class GrpoOptions:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} {getattr(self, name)}", "1 or more")
         if self.max_tokens <= 0 or self.max_tokens % 64:
-            raise UsageError(f"max_tokens {self.max_tokens}", "a positive multiple of 64: mcore pads steps to 64 tokens")
+            raise UsageError(
+                f"max_tokens {self.max_tokens}", "a positive multiple of 64: mcore pads steps to 64 tokens"
+            )
 
     @property
     def sequences(self) -> int:

@@ -22,7 +22,7 @@ F32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class Rollout:
     """One rollout of a step.
 
     Attributes:
@@ -67,7 +67,7 @@ class StepRecord:
     step: int
     version: int
     batch: Batch
-    sequences: tuple[Sequence_, ...]
+    sequences: tuple[Rollout, ...]
     metrics: Metrics
     loss: float
     grad_norm: float
@@ -81,10 +81,10 @@ class StepRecord:
 
 def sequences_of(
     results: Sequence[GenResult], scored: Mapping[int, F32], uses: Sequence[BlockUse] = ()
-) -> tuple[Sequence_, ...]:
+) -> tuple[Rollout, ...]:
     """Both sides of every rollout."""
     return tuple(
-        Sequence_(
+        Rollout(
             r.sample,
             r.tokens,
             r.prompt_length,
@@ -96,7 +96,7 @@ def sequences_of(
     )
 
 
-def metrics_of(sequences: Sequence[Sequence_]) -> Metrics:
+def metrics_of(sequences: Sequence[Rollout]) -> Metrics:
     """NeMo-RL's metrics of one step; every row is a generated token."""
     gen = np.concatenate([s.gen for s in sequences])
     train = np.concatenate([s.train for s in sequences])

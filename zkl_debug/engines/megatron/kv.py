@@ -29,8 +29,9 @@ def block_table(context: Any) -> dict[int, tuple[int, ...]]:
 def kv_records(context: Any, uses: Iterable[BlockUse] = ()) -> list[StateRecord]:
     """One record per KV block that is in use or can be found by its hash.
 
-    The digest is over K and V of all layers of the block. ``detail``: ``hash`` (-1: none), ``refs``, ``owners``
-    (requests in flight), ``users`` (requests of the last generation that were given it), ``epoch`` of the allocator.
+    The digest is over K and V of all layers of the block. ``detail``: ``hash`` (-1: none), ``refs``, ``free``
+    (in the pool of free blocks), ``owners`` (requests in flight), ``users`` (requests of the last generation that were
+    given it).
     Nothing is returned while the cache is not allocated.
     """
     allocator = context.kv_block_allocator
@@ -46,6 +47,7 @@ def kv_records(context: Any, uses: Iterable[BlockUse] = ()) -> list[StateRecord]
     if not listed:
         return []
     allocated = buffer.untyped_storage().nbytes() >= buffer.numel() * buffer.element_size()
+    free = set(allocator.block_bag[: int(allocator.total_avail)].tolist())
     users: dict[int, list[int]] = {}
     for use in uses:
         for block in use.blocks:
@@ -61,6 +63,7 @@ def kv_records(context: Any, uses: Iterable[BlockUse] = ()) -> list[StateRecord]
             "hash": hashes.get(block, -1),
             "found_by_hash": block in found,
             "refs": refs.get(block, 0),
+            "free": block in free,
             "owners": owners.get(block, []),
             "users": sorted(set(users.get(block, []))),
         }
@@ -69,9 +72,7 @@ def kv_records(context: Any, uses: Iterable[BlockUse] = ()) -> list[StateRecord]
         else:
             detail["nbytes"] = buffer.numel() * buffer.element_size() // allocator.total_count
         digest = (int(digests[row, 0]), int(digests[row, 1])) if digests is not None else (0, 0)
-        records.append(
-            StateRecord(f"kv/block.{block:06d}", "kv", dtype_name(buffer), shape, digest, 0, detail)
-        )
+        records.append(StateRecord(f"kv/block.{block:06d}", "kv", dtype_name(buffer), shape, digest, 0, detail))
     return records
 
 
