@@ -60,13 +60,28 @@ def _flat(run: BedRun) -> dict[Any, bytes]:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "order and neighbours": {"permute": 3, "neighbours": 3},
+    "chunks and padding": {"chunk": 128, "pad_multiple": 1, "pack_multiple": 1},
+    "no chunks, no cache, no packs": {
+        "chunked_prefill": False,
+        "prefix_caching": False,
+        "packing": False,
+        "micro_batch": 4,
+    },
+}
+SLOW_VARIANTS: dict[str, dict[str, Any]] = {
     "again": {},
-    "permuted": {"permute": 3},
-    "neighbours": {"neighbours": 3},
-    "chunk": {"chunk": 128},
-    "no chunks, no prefix cache": {"chunked_prefill": False, "prefix_caching": False},
-    "padding": {"pad_multiple": 1, "pack_multiple": 1},
-    "not packed": {"packing": False, "micro_batch": 4},
+    "permuted": {"permute": 4},
+    "neighbours": {"neighbours": 5},
+    "chunk": {"chunk": 192},
+    "no chunks": {"chunked_prefill": False},
+    "no prefix cache": {"prefix_caching": False},
+    "padding": {"pad_multiple": 32},
+    "no padding in packs": {"pack_multiple": 1},
+    "not packed": {"packing": False},
+    "one by one": {"micro_batch": 1, "packing": False},
+    "two threads": {"threads": 2},
+    "three threads": {"threads": 3},
 }
 
 
@@ -83,9 +98,13 @@ def test_only_the_prompt_matters(variant: str, baseline: dict[Any, bytes]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [2, 3])
-def test_threads_do_not_matter(threads: int, baseline: dict[Any, bytes]) -> None:
-    assert _flat(run_bed(BedOptions(bed="tiny-moe", dtype="bf16", threads=threads))) == baseline
+@pytest.mark.parametrize("variant", SLOW_VARIANTS)
+@pytest.mark.parametrize("name", ["tiny-gpt", "tiny-moe"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_only_the_prompt_matters_one_change_at_a_time(name: str, dtype: str, variant: str) -> None:
+    run = run_bed(BedOptions(bed=name, dtype=dtype, **SLOW_VARIANTS[variant]))
+    assert run.zero
+    assert _flat(run) == _flat(run_bed(BedOptions(bed=name, dtype=dtype)))
 
 
 @pytest.mark.slow

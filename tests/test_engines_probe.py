@@ -6,17 +6,23 @@ Deliberately independent of ``zkl_debug.capture``: the beds are checked without 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from zkl_debug.beds import BedContext, BedOptions, BedRun, run_bed
 from zkl_debug.engines.patching import patched
 
-Key = tuple[int, ...]
+Key = bytes  # a token prefix, int32 each: see key_of
 Rows = dict[str, dict[Key, list[tuple[str, bytes]]]]
+
+
+def key_of(tokens: Sequence[int]) -> Key:
+    """The key of a row that depends on ``tokens`` (bytes keep their hash, a tuple does not)."""
+    return np.array(tokens, np.int32).tobytes()
 
 
 class Probe:
@@ -38,9 +44,9 @@ class Probe:
         if flat is None:
             return
         store = self.rows.setdefault(site, {})
+        raw = flat.contiguous().view(torch.uint8).numpy()
         for slot, key, phase in self._keys:
-            raw = flat[slot].contiguous().view(torch.uint8).numpy().tobytes()
-            store.setdefault(key, []).append((phase, raw))
+            store.setdefault(key, []).append((phase, raw[slot].tobytes()))
 
     def _by_slot(self, value: Any) -> torch.Tensor | None:
         if not isinstance(value, torch.Tensor) or value.dim() < 2 or not self._slots:
@@ -189,8 +195,8 @@ class Probe:
             for row, key, phase in rows:
                 slot = int(ctx.token_to_request_idx[row])
                 tokens = self._tokens[int(ctx.request_ids[slot])]
-                following = tokens[len(key)] if len(key) < len(tokens) else int(new_tokens[slot])
-                self._keys.append((row, (*key, following), phase))
+                following = tokens[len(key) // 4] if len(key) // 4 < len(tokens) else int(new_tokens[slot])
+                self._keys.append((row, key + key_of([following]), phase))
             self.put("logprobs/selected:out.0", padded)
             self._keys = rows
             return selected, every
@@ -220,7 +226,7 @@ class Probe:
                     if position == len(tokens):
                         tokens.append(int(ids[0, row]))
                     phase = "decode" if slot < decoding else "prefill"
-                    self._keys.append((row, tuple(tokens[: position + 1]), phase))
+                    self._keys.append((row, key_of(tokens[: position + 1]), phase))
                 return original(ids, positions)
 
             return step
@@ -238,7 +244,7 @@ class Probe:
                 for which, length in enumerate(mb.lengths):
                     row, start = mb.locate(which)
                     tokens = mb.tokens[row, start : start + length].tolist()
-                    self._keys += [(row * s + start + i, tuple(tokens[: i + 1]), "score") for i in range(length)]
+                    self._keys += [(row * s + start + i, key_of(tokens[: i + 1]), "score") for i in range(length)]
                 return original(model, mb)
 
             return forward
@@ -255,7 +261,7 @@ class Probe:
             def call(log_probs: torch.Tensor, labels: torch.Tensor) -> Any:
                 out = original(log_probs, labels)
                 keys = self._keys
-                follows = [(k, after) for k, after in itertools.pairwise(keys) if after[1][:-1] == k[1]]
+                follows = [(k, after) for k, after in itertools.pairwise(keys) if after[1][:-4] == k[1]]
                 self._keys = [(slot, after[1], phase) for (slot, _, phase), after in follows]
                 self.put("logprobs/selected:out.0", torch.nn.functional.pad(out, (0, 1)))
                 return out

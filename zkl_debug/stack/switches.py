@@ -71,6 +71,7 @@ class Switch:
         presets: recipe presets that ask for it.
         carried: this project can apply it; otherwise only a harness that has the code can.
         stacked: part of ``--stack on``; the others are turned on by name, and by a bisection.
+        not_searched: why a search leaves it alone, or empty.
         read: like ``effective``, given the model (or None), with the reason in words.
     """
 
@@ -92,6 +93,7 @@ class Switch:
     presets: tuple[str, ...] = ()
     carried: bool = True
     stacked: bool = True
+    not_searched: str = ""
     read: Callable[[Any], Reading] | None = None
 
     def reading(self, model: Any = None) -> Reading:
