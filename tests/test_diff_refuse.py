@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def test_weights_with_no_common_name() -> None:
 
 
 def test_weights_on_one_side_only_and_buffers_are_mentioned() -> None:
-    engine, train = gen(), memory(WORLD, "train", scoring(WORLD))
+    engine, train = gen(), copy.deepcopy(TRAIN)
     buffer = replace(train.states[0][0], name="rope.inv_freq", kind="buffer")
     train.states[0] += [replace(train.states[0][0], name="value_head.weight"), buffer]
     engine.states[0].append(replace(buffer, digest=(1, 2)))
@@ -140,7 +141,7 @@ def test_no_site_in_common() -> None:
 
 
 def test_common_rows_and_sites_but_no_common_row_at_a_site() -> None:
-    train, engine = memory(WORLD, "train", scoring(WORLD)), gen()
+    train, engine = copy.deepcopy(TRAIN), gen()
     for capture, low in ((train, True), (engine, False)):
         for site in capture.sites.values():
             keep = (capture.rows["position"][site.rows] < 2) == low

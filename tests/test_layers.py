@@ -19,10 +19,11 @@ ALLOWED: dict[str, set[str]] = {
     "bits": {"errors", "schema"},
     "digest": {"errors", "schema", "bits"},
     "digest_torch": {"errors", "schema", "bits", "digest"},
+    "digest_triton": {"errors", "schema", "bits", "digest", "digest_torch"},
     "store": {"errors", "schema", "bits", "digest"},
     "diff": {"errors", "schema", "bits", "digest", "store"},
     "viz": {"errors", "schema", "bits", "digest", "store", "diff"},
-    "capture": {"errors", "schema", "bits", "digest", "digest_torch", "store"},
+    "capture": {"errors", "schema", "bits", "digest", "digest_torch", "digest_triton", "store"},
 }
 #: Parts that may not import these packages at all, not even inside a function.
 FORBIDDEN: dict[str, set[str]] = {

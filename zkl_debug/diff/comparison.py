@@ -96,7 +96,9 @@ def compare(
         if verify_bytes:
             unequal, complete = compare_bytes(pair, where, space, pairs, present)
             differs = differs | unequal
-            tally.all_bytes &= complete
+            if not complete:
+                tally.all_bytes = False
+                tally.skips.append(Skip(f"bytes of {pair.name}", "no payload on both rows: compared by digest alone"))
         tally.skips += site_row_skips(pair, where, space)
         classifier.add(present, differs, where)
         if not pair.is_input:
