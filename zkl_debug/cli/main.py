@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "Check a NeMo-RL recipe for what zero train/generation mismatch requires.",
     ),
     "bisect": ("zkl_debug.cli.bisect", "group", "Which switch makes it go away, which commit brought it."),
+    "stack": ("zkl_debug.cli.stack", "command", "The ladder of switches: what can be tried where, and the plan."),
     "bench": ("zkl_debug.cli.bench", "command", "Measured costs of capture and store."),
 }
 

@@ -151,6 +151,30 @@ def availability(switches: Iterable[Switch], facts: Facts) -> dict[str, Availabi
     return {name: of(name, ()) for name in known}
 
 
+def summary(needs: Iterable[Need]) -> dict[str, list[str]]:
+    """Needs by kind, each once, the strongest of those about one thing."""
+    every = list(needs)
+    gpus = [int(n.minimum or 0) for n in every if n.kind is NeedKind.GPU]
+    found: dict[str, list[str]] = {}
+    if gpus:
+        found["gpu"] = [gpu(str(max(gpus)) if max(gpus) else "").text]
+    packages: dict[str, Need] = {}
+    for need in every:
+        if need.kind is NeedKind.PACKAGE:
+            known = packages.get(need.names[0])
+            if known is None or (need.minimum and (not known.minimum or _at_least(need.minimum, known.minimum))):
+                packages[need.names[0]] = need
+    for key, texts in (
+        ("packages", [n.text for n in packages.values()]),
+        ("fields", [n.text for n in every if n.kind is NeedKind.FIELD]),
+        ("functions", [n.text for n in every if n.kind is NeedKind.SYMBOL]),
+        ("machine", [n.text for n in every if n.kind is NeedKind.NO_GPU]),
+    ):
+        if texts:
+            found[key] = list(dict.fromkeys(texts))
+    return found
+
+
 def _own(switch: Switch, facts: Facts) -> Availability:
     unmet, assumed = [], []
     for need in switch.needs:

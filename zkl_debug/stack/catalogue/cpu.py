@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from zkl_debug.stack.applying import by_config, by_function, by_kernels
 from zkl_debug.stack.switches import Setting, Switch
 
+EVERY_PRESET = ("bf16", "mxfp8", "nvfp4-flashinfer", "mxfp8-flashinfer")
 _BODIES = "zkl_debug.stack.cpu:"
 _GEN = "policy.generation.mcore_generation_config."
 
@@ -70,8 +73,11 @@ CPU_LADDER: tuple[Switch, ...] = (
         fixes="unpermute adds a token's expert outputs in expert order instead of by scatter-add",
         owner="mcore",
         group="batch invariance",
+        kind="patch",
         patch="3",
-        target="token_dispatcher.unpermute",
+        target="moe_utils.unpermute, token_dispatcher.unpermute",
+        presets=EVERY_PRESET,
+        needs=(),
     ),
     by_kernels(
         "log-softmax",
@@ -80,8 +86,8 @@ CPU_LADDER: tuple[Switch, ...] = (
         fixes="scoring takes the log-softmax of generation, not the distributed max / exp-sum / log decomposition",
         owner="NeMo-RL",
         group="log-probs",
-        patch="2",
         target="scoring.log_softmax, aten::_log_softmax",
+        alternatives=("fused-log-softmax",),
     ),
     by_function(
         "chunk-edge-labels",
@@ -90,8 +96,10 @@ CPU_LADDER: tuple[Switch, ...] = (
         owner="mcore",
         group="log-probs",
         mechanism="label",
+        kind="patch",
         target="DynamicInferenceContext.calculate_log_probs_tensors",
         alternatives=("no-chunked-prefill",),
+        needs=(),
     ),
     by_function(
         "reseed-sides",
@@ -112,6 +120,7 @@ CPU_LADDER: tuple[Switch, ...] = (
         kind="patch",
         patch="14",
         target="megatron.core.utils.get_mamba_version",
+        presets=EVERY_PRESET,
         needs=(),
     ),
     by_function(
@@ -126,12 +135,18 @@ CPU_LADDER: tuple[Switch, ...] = (
     ),
 )
 
+
+def _whole_prompts(config: Any) -> int:
+    """A token budget of a step that no prompt exceeds."""
+    return max(int(config.max_tokens or 0), 2 * int(config.max_sequence_length))
+
+
 #: Keys of the engine that a bed can switch as well. Not part of `--stack on`: they avoid a path instead of mending it.
 BED_ENGINE_KEYS: tuple[Switch, ...] = (
     by_config(
         "no-chunked-prefill",
         "InferenceConfig",
-        {"enable_chunked_prefill": False, "max_tokens": 256},
+        {"enable_chunked_prefill": False, "max_tokens": _whole_prompts},
         fixes="a prompt is prefilled in one step: no chunk edge, no other row groups than scoring has",
         owner="mcore",
         group="engine",
