@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Protocol
 
 from zkl_debug.diff.state_values import Match, Source, Values, explain_values
@@ -396,6 +397,24 @@ def _blocks(history: Sequence[MomentLike]) -> list[StateFinding]:
         path = name.removeprefix(GEN)
         found.append(StateFinding(path, record.kind, match, now.version, "kept", event, "digest", detail))
     return found
+
+
+def freed_blocks(moments: Sequence[MomentLike], step: int) -> list[StateFinding]:
+    """KV blocks that were given back to the pool while a request in flight still pointed to them, within a step."""
+    found: dict[str, StateFinding] = {}
+    history = [m for m in moments if m.state and m.step == step]
+    for earlier, moment in pairwise(history):
+        for name, record in moment.state.items():
+            if record.kind != "kv" or not record.detail.get("free") or not record.detail.get("owners"):
+                continue
+            before = earlier.state.get(name)
+            if name in found or (before is not None and before.detail.get("free")):
+                continue
+            path = name.removeprefix(GEN)
+            detail: dict[str, Json] = {"block": record.detail.get("block"), "owners": record.detail.get("owners")}
+            match = Match("freed while in use")
+            found[name] = StateFinding(path, "kv", match, moment.version, "changed", _ref(moment), "digest", detail)
+    return list(found.values())
 
 
 def confirmed(finding: StateFinding, **facts: Json) -> StateFinding:

@@ -66,14 +66,40 @@ def gen_config(options: GrpoOptions) -> GenConfig:
     )
 
 
+def _model(options: GrpoOptions) -> nn.Module:
+    """The model of a run, from its seed. A tied one gets a smaller embedding, or its logits would be all or nothing."""
+    import torch
+
+    from zkl_debug.engines.megatron.model import build_model
+
+    model = build_model(model_spec(options), options.dtype, options.seed)
+    if options.tied:
+        with torch.no_grad():
+            dict(model.named_parameters())["embedding.word_embeddings.weight"].mul_(0.25)
+    return model
+
+
+def fresh_engine(options: GrpoOptions, weights: nn.Module) -> RolloutGenerator:
+    """An engine nothing has happened to, over a new model with a plain copy of ``weights``."""
+    import torch
+
+    from zkl_debug.engines.megatron.rollout import RolloutGenerator
+
+    model = _model(options)
+    given = dict(weights.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(given[name])
+    return RolloutGenerator(model, gen_config(options))
+
+
 class SharedLayout:
     """``colocated-shared``: the engine runs the trainer's own model; there is nothing to copy."""
 
     def __init__(self, options: GrpoOptions) -> None:
-        from zkl_debug.engines.megatron.model import build_model
         from zkl_debug.engines.megatron.rollout import RolloutGenerator
 
-        self.trainer = build_model(model_spec(options), options.dtype, options.seed)
+        self.trainer = _model(options)
         self.engine_model = self.trainer
         self.generator = RolloutGenerator(self.trainer, gen_config(options))
 
@@ -85,12 +111,10 @@ class InferenceModelLayout:
     """``colocated-inference-model``: a second model in eval mode, updated through ``swap_model_weights``."""
 
     def __init__(self, options: GrpoOptions) -> None:
-        from zkl_debug.engines.megatron.model import build_model
         from zkl_debug.engines.megatron.rollout import RolloutGenerator
 
-        spec = model_spec(options)
-        self.trainer = build_model(spec, options.dtype, options.seed)
-        self.engine_model = build_model(spec, options.dtype, options.seed).eval()
+        self.trainer = _model(options)
+        self.engine_model = _model(options).eval()
         self.generator = RolloutGenerator(self.engine_model, gen_config(options))
 
     def refit(self) -> None:
