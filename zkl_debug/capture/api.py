@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zkl_debug.capture import meta as capture_meta
+from zkl_debug.capture.forcing import Forcing
 from zkl_debug.capture.hooks import ModuleHooks, ModuleRule
 from zkl_debug.capture.rows import FrameRows, padded_rows
 from zkl_debug.capture.session import CaptureOptions, CaptureSession, make_label_rows
@@ -57,6 +58,7 @@ class Capture:
         meta: extra facts for the manifest.
         adapter: engine adapter; default chosen from the model's class.
         rank, world: this process among those that write into ``out``.
+        forcing: compare with another side and put its values in place instead of writing a capture.
 
     Raises:
         UsageError: when ``out`` holds something already or the level is unknown.
@@ -77,6 +79,7 @@ class Capture:
         adapter: Adapter | None = None,
         rank: int = 0,
         world: int = 1,
+        forcing: Forcing | None = None,
     ) -> None:
         self.model = model
         self.out = Path(out) if out is not None else None
@@ -84,6 +87,7 @@ class Capture:
         self.options = CaptureOptions(level, tuple(sites), layers, budget, strict)
         self.extra = dict(meta or {})
         self.rank, self.world = rank, world
+        self.forcing = forcing
         self.adapter = adapter if adapter is not None else _adapter_for(model)
         self.taps = TapSet()
         self.session: CaptureSession
@@ -96,7 +100,7 @@ class Capture:
     # ---- context --------------------------------------------------------------------------------------------------
     def __enter__(self) -> Capture:
         writer = None
-        if self.options.level != "off":
+        if self.options.level != "off" and self.forcing is None:
             if self.out is None:
                 raise UsageError("a capture needs a folder to write to", "out=PATH")
             writer = CaptureWriter(
@@ -107,7 +111,7 @@ class Capture:
                 meta=self._facts(),
                 budget_bytes=self.options.budget,
             )
-        self.session = CaptureSession(writer, self.options)
+        self.session = CaptureSession(writer, self.options, self.forcing)
         self._hooks = ModuleHooks(self.session, self.model, self.adapter.rules if self.adapter else ())
         with self.session.guarded("attach"):
             if writer is not None:

@@ -25,6 +25,7 @@ from zkl_debug.errors import ProbeError, UsageError
 from zkl_debug.schema import EventRecord, Json, SiteBlock, SiteKind, SiteMeta, StateRecord, parse_site
 
 if TYPE_CHECKING:
+    from zkl_debug.capture.forcing import Forcing
     from zkl_debug.store.writer import CaptureWriter
 
 _NO_DIGEST = np.zeros((0, 2), np.uint64)
@@ -76,8 +77,9 @@ class CaptureSession:
     One session observes one model on one thread of control. Recording outside a frame is counted, not stored.
     """
 
-    def __init__(self, writer: CaptureWriter | None, options: CaptureOptions) -> None:
+    def __init__(self, writer: CaptureWriter | None, options: CaptureOptions, forcing: Forcing | None = None) -> None:
         self.writer = writer
+        self.forcing = forcing
         self.options = options
         self.enabled = options.level != "off"
         self.errors: list[str] = []
@@ -229,6 +231,10 @@ class CaptureSession:
             return
         name = self._occurrence(frame, name)
         meta = self._meta(name, view, kind, semantic)
+        if self.forcing is not None:
+            table = np.concatenate([frame.rows.rows, *frame.labels]) if frame.labels else frame.rows.rows
+            self.forcing.visit(name, view, kind, table[view.row], view.tensor if source is None else source)
+            return
         wanted = self.options.level == "payload"
         pending = device.launch(view, wanted)
         if pending is not None:

@@ -16,6 +16,7 @@ from zkl_debug.bisect.criterion import parse_criterion
 from zkl_debug.bisect.outcome import Observation, Oracle, RawRun, Request
 from zkl_debug.bisect.replay import Policy
 from zkl_debug.bisect.space import Space
+from zkl_debug.cli.bisect_operators import command as operators_command
 from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout
 from zkl_debug.errors import UsageError
 
@@ -247,3 +248,6 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+group.add_command(operators_command)

@@ -1,0 +1,112 @@
+"""All operators of a bed that diverge on their own: generation, teacher-forced with what scoring captured."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zkl_debug.beds.bed import BedOptions
+from zkl_debug.beds.run import open_bed
+from zkl_debug.errors import Refused
+from zkl_debug.schema import Json, parse_site
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One site that differs although everything before it was made equal.
+
+    Attributes:
+        site: canonical name of the output.
+        rows, of: differing rows and rows compared.
+        sample, position, token: the first of them.
+        inputs_equal: every captured input of the operator was equal in the whole pass.
+    """
+
+    site: str
+    rows: int
+    of: int
+    sample: int
+    position: int
+    token: int
+    inputs_equal: bool
+
+
+@dataclass(frozen=True)
+class OperatorScan:
+    """Result of one forced pass."""
+
+    operators: tuple[Operator, ...]
+    sites: int
+    rows: int
+    unmatched: tuple[str, ...]
+    not_forced: tuple[str, ...]
+
+    def to_json(self) -> Json:
+        """The document of ``bisect operators --json`` without its heading."""
+        return {
+            "verdict": "diverged" if self.operators else "identical",
+            "operators": [vars(o) | {"layer": parse_site(o.site).layer} for o in self.operators],
+            "coverage": {
+                "sites": self.sites,
+                "rows": self.rows,
+                "unmatched": list(self.unmatched),
+                "not_forced": list(self.not_forced),
+            },
+        }
+
+
+def scan_operators(options: BedOptions, progress: Callable[[str], None] | None = None) -> OperatorScan:
+    """Capture scoring with payload, then run generation with every operator's output replaced by scoring's.
+
+    Raises:
+        Refused: when no site could be compared.
+    """
+    from zkl_debug.capture.api import Capture
+    from zkl_debug.capture.forcing import Forcing
+    from zkl_debug.store.reader import open_capture
+
+    say = progress or (lambda _text: None)
+    with tempfile.TemporaryDirectory(prefix="zkl-operators-") as folder, open_bed(options) as context:
+        say("gen: plain run (makes the tokens)")
+        with context.side("gen"):
+            context.run_gen()
+        say("train: capture with payload")
+        train = Path(folder) / "train"
+        with context.side("train"), Capture(context.model, train, "train", level="payload", strict=True):
+            context.run_train()
+        say("gen: forced run")
+        with open_capture(train) as reference:
+            forcing = Forcing(reference)
+            with context.side("gen"), Capture(context.model, None, "gen", strict=True, forcing=forcing):
+                context.run_gen()
+    return _summary(forcing)
+
+
+def _summary(forcing: object) -> OperatorScan:
+    from zkl_debug.capture.forcing import Forcing
+
+    assert isinstance(forcing, Forcing)
+    results = forcing.results
+    if not results:
+        raise Refused("no site of generation could be compared with scoring", "sites and rows in common")
+    dirty = {parse_site(n).owner for n, r in results.items() if parse_site(n).is_input and r.mismatched}
+    label = results.get("logprobs/label:out.0")
+    if label is not None and label.mismatched:
+        dirty.add("logprobs/selected")  # another label was looked up: its log-prob inherits that
+    found = []
+    for name, result in sorted(results.items(), key=lambda item: item[1].order):
+        site = parse_site(name)
+        if site.is_input or not result.mismatched or result.first is None:
+            continue
+        sample, position, token = result.first
+        equal = site.owner not in dirty
+        found.append(Operator(name, result.mismatched, result.compared, sample, position, token, equal))
+    return OperatorScan(
+        tuple(found),
+        len(results),
+        sum(r.compared for r in results.values()),
+        tuple(sorted(forcing.unmatched)),
+        tuple(sorted(n for n, r in results.items() if r.missed)),
+    )

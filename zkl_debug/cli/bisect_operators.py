@@ -1,0 +1,46 @@
+"""``zkl-debug bisect operators``: every operator that diverges on its own, in one teacher-forced pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from zkl_debug.cli.bedopts import bed_options, make_options
+from zkl_debug.cli.common import emit_json, stderr, stdout
+from zkl_debug.errors import ExitCode
+
+
+@click.command("operators", short_help="All operators that diverge on their own, not only the first.")
+@click.option("--bed", required=True, help="Workload to run (see `zkl-debug beds`).")
+@bed_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(bed: str, as_json: bool, **values: Any) -> int:
+    """Feed scoring's value into generation at every operator and list those that still differ.
+
+    Exit code: 0 no operator differs, 1 some do, 3 nothing could be compared.
+    """
+    from zkl_debug.beds.operators import scan_operators
+
+    options = make_options(bed, values, ("gen", "train"))
+    with stderr().status("starting") as status:
+        scan = scan_operators(options, lambda text: status.update(text))
+    if as_json:
+        emit_json({"format": "zkl-operators", "version": 1, "bed": bed, **scan.to_json()})
+    else:
+        _print(scan)
+    return int(ExitCode.DIVERGED if scan.operators else ExitCode.OK)
+
+
+def _print(scan: Any) -> None:
+    console = stdout()
+    console.print(f"{scan.sites} sites, {scan.rows} rows compared, each operator on scoring's inputs")
+    if not scan.operators:
+        console.print("[green]no operator differs[/]")
+    for o in scan.operators:
+        note = "" if o.inputs_equal else "  (an input could not be made equal: may be inherited)"
+        where = f"first at sample {o.sample} position {o.position}"
+        console.print(f"  [bold]{o.site}[/]  {o.rows} of {o.of} rows, {where}{note}")
+    for title, names in (("not comparable", scan.unmatched), ("seen as copies, not replaced", scan.not_forced)):
+        if names:
+            console.print(f"{title}: {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}")
