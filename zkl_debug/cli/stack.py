@@ -30,6 +30,8 @@ def command(target: str | None, preset: str, planned: bool, space_file: Path | N
     from zkl_debug.stack.full import full_ladder, of_preset
     from zkl_debug.stack.render import document, print_ladder, print_plan
 
+    if space_file is not None and space_file.exists():
+        raise UsageError(f"{space_file} exists", "a new file", f"rm {space_file}, or another --space")
     switches = of_preset(preset) if preset else full_ladder()
     facts = TARGETS[target] if target else _look(switches)
     available = availability(switches, facts)
@@ -72,10 +74,7 @@ def _plan(target: str | None, preset: str, switches: Sequence[Switch], facts: Fa
 
 def _write(path: Path, text: str) -> None:
     try:
-        with path.open("x") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise UsageError(f"{path} exists", "a new file", f"rm {path}, or another --space") from error
+        path.write_text(text)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     stderr().print(f"[dim]space file: {path}[/]", soft_wrap=True)

@@ -12,7 +12,7 @@ from zkl_debug.bisect.outcome import Observation, Outcome, Request
 from zkl_debug.bisect.search import Search
 from zkl_debug.bisect.space import Config, Space
 
-_SAMPLES = 20
+_SAMPLES = 12
 _SEED = 20
 
 

@@ -28,7 +28,7 @@ def _kernels() -> Any:
 
 def _dispatch_key() -> str:
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
+    if accelerator is None or not torch.accelerator.is_available():
         raise ImportError("the batch-invariant kernels need a GPU")
     return accelerator.type.upper()
 
