@@ -209,6 +209,10 @@ class EventLog:
 
 def _records(part: str, found: Sequence[Found], budget: int) -> Iterator[StateRecord]:
     storages: dict[int, str] = {}
+    # Whoever else holds its storage is an alias of the parameter or buffer, also where it was met first.
+    for entry in sorted(found, key=lambda e: e.kind == "cache"):
+        if pointer := entry.tensor.untyped_storage().data_ptr():
+            storages.setdefault(pointer, f"{part}:{entry.path}")
     digests: dict[tuple[int, int], tuple[int, int]] = {}
     for entry in found:
         tensor = entry.tensor
@@ -216,9 +220,8 @@ def _records(part: str, found: Sequence[Found], budget: int) -> Iterator[StateRe
         storage = tensor.untyped_storage()
         pointer, name = storage.data_ptr(), f"{part}:{entry.path}"
         if pointer:
-            first = storages.setdefault(pointer, name)
-            if first != name:
-                detail["shares_storage_with"] = first
+            if storages[pointer] != name:
+                detail["shares_storage_with"] = storages[pointer]
             detail["storage_offset"] = tensor.storage_offset() * tensor.element_size()
         nbytes = tensor.numel() * tensor.element_size()
         digest = (0, 0)

@@ -145,7 +145,8 @@ def _fill_tensor(tensor: torch.Tensor, content: torch.Tensor | None) -> None:
     nbytes = content.numel() * content.element_size()
     if storage.nbytes() < nbytes:
         storage.resize_(nbytes)
-    tensor.copy_(content)
+    with torch.inference_mode(tensor.is_inference()):  # such a tensor can be written inside only
+        tensor.copy_(content)
 
 
 def _remove(obj: Any, name: str) -> None:

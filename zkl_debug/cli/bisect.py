@@ -17,6 +17,7 @@ from zkl_debug.bisect.outcome import Observation, Oracle, RawRun, Request
 from zkl_debug.bisect.replay import Policy
 from zkl_debug.bisect.space import Space
 from zkl_debug.cli.bisect_operators import command as operators_command
+from zkl_debug.cli.bisect_steps import command as steps_command
 from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout
 from zkl_debug.errors import UsageError
 
@@ -251,3 +252,4 @@ def _terminable() -> Iterator[None]:
 
 
 group.add_command(operators_command)
+group.add_command(steps_command)

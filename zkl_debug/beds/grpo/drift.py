@@ -52,7 +52,9 @@ class Drift:
         between: events between the last good generation and the first bad one.
         operator: verdict of the captures of the onset step, both sides.
         captures: where these are.
+        parameters: parameters the engine has.
         cost: seconds by part, and what the event log cost.
+        notes: what was not looked into, and other facts.
     """
 
     options: GrpoOptions
@@ -70,6 +72,7 @@ class Drift:
     between: list[EventRef] = field(default_factory=list)
     operator: Json = None
     captures: str = ""
+    parameters: int = 0
     cost: dict[str, Json] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -91,6 +94,7 @@ def find_drift(options: GrpoOptions, out: Path | None = None, say: Say | None = 
     tell = say or (lambda _text: None)
     with open_loop(options) as loop:
         drift = Drift(loop.options)
+        drift.parameters = len(list(loop.layout.engine_model.parameters()))
         watch = LoopWatch(loop)
         started = time.perf_counter()
         with watch:
