@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from zkl_debug.beds.observe import Spec
@@ -16,6 +17,7 @@ from zkl_debug.bisect.outcome import Cancelled, RawRun
 from zkl_debug.bisect.process import Limits
 from zkl_debug.errors import UsageError
 
+_COMMAND = (sys.executable, "-m", "zkl_debug.beds.server")
 _START_SECONDS = 600.0
 _GRACE_SECONDS = 10.0
 
@@ -25,12 +27,13 @@ class ForkServer:
 
     Args:
         stop: set when the oracle is closed: waiting runs then end as cancelled.
+        command: what to start; default the server of beds.
 
     Raises:
         UsageError: it does not start, with what it said.
     """
 
-    def __init__(self, stop: threading.Event) -> None:
+    def __init__(self, stop: threading.Event, command: Sequence[str] = _COMMAND) -> None:
         self._stop = stop
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -39,7 +42,7 @@ class ForkServer:
         self._gone = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "zkl_debug.beds.server"],
+            list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterable, Mapping
@@ -34,6 +35,7 @@ _KEPT = ("format", "version", "verdict", "claim", "coverage", "edge", "first", "
 _PROBE_PARTS = ("beds", "capture", "diff", "engines", "stack", "store", "bits.py", "digest.py", "digest_torch.py")
 #: Limits of a run that nobody limited.
 DEFAULT_LIMITS = Limits(timeout=900.0, memory=8 << 30)
+_NO_MEMORY = re.compile(r"MemoryError|can't allocate memory|out of memory")
 _PACKAGES = ("megatron-core", "torch", "numpy", "transformer_engine", "flash-attn-4", "triton")
 
 
@@ -217,7 +219,7 @@ def _collect(ended: RawRun, folder: Path) -> RawRun:
     if report is None:
         return replace(raw, failure=f"the run wrote no report: {_last_line(folder / 'stderr.txt')}")
     if report["failure"]:
-        return replace(raw, failure=report["failure"])
+        return replace(raw, failure=report["failure"], out_of_memory=bool(_NO_MEMORY.search(report["failure"])))
     if report["exit_code"] == EXIT_UNTESTABLE:
         return replace(raw, exit_code=EXIT_UNTESTABLE, reason=report["untestable"])
     return replace(raw, exit_code=report["exit_code"])

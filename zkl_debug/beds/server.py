@@ -10,6 +10,7 @@ limits; when the server's input ends, whatever still runs is killed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import resource
@@ -25,6 +26,7 @@ from zkl_debug.bisect.process import resident_bytes
 
 _PAUSE = 0.02
 _RSS_EVERY = 0.2
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -144,6 +146,7 @@ def _run_and_exit(request: dict[str, Any], inherited: tuple[int, ...]) -> None:
     code = 70
     try:
         os.setsid()
+        _die_with_parent()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         from zkl_debug.beds.observe import Spec, observe
@@ -158,6 +161,12 @@ def _run_and_exit(request: dict[str, Any], inherited: tuple[int, ...]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """The kernel kills this process when the server is killed (Linux; elsewhere the server's own end has to do)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _redirect(folder: Path, inherited: tuple[int, ...]) -> None:
