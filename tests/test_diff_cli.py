@@ -58,7 +58,7 @@ def test_json_is_one_document_with_the_promised_keys(folders: dict[str, Path]) -
     assert (document["edge"], first["site"], first["layer"]) == ("prefill-decode", ATTENTION, 0)
     assert (first["module"], first["operator"]) == (ATTENTION.removesuffix(":out"), "core_attention")
     assert (first["port"], first["phase"], first["kind"], first["max_ulp"]) == ("out", "decode", "own", 1)
-    assert document["affected"]["rule"] is None
+    assert document["affected"]["rule"]["text"].startswith("phase decode (score-prefill is equal at this site")
     assert document["affected"]["samples"] == [0, 1, 2, 3]
     assert {"within-a", "within-b", "score-prefill", "score-decode"} <= set(document["edges"])
     assert {entry["site"] for entry in document["sites"]} >= {ATTENTION}

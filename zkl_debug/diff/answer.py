@@ -13,6 +13,7 @@ from zkl_debug.diff.edges import named_row
 from zkl_debug.diff.first import EdgeFirst, neighbours
 from zkl_debug.diff.kinds import Inputs
 from zkl_debug.diff.model import Kind, Stats
+from zkl_debug.diff.rules import rule_of
 from zkl_debug.diff.stats import site_stats
 from zkl_debug.schema import Json, Phase, SiteName
 
@@ -213,8 +214,10 @@ def affected(comparison: Comparison) -> Affected:
     part = pairs.slices[edge]
     differing = part.start + np.flatnonzero(kinds.differs[part])
     named = named_row(space, pairs.left[differing], pairs.right[differing])
+    rule = rule_of(comparison)
     return Affected(
         rows=pairs.n_rows(edge, kinds.differs, space.n_keys),
         of=pairs.n_rows(edge, kinds.present, space.n_keys),
         samples=tuple(int(sample) for sample in np.unique(space.sample[named])),
+        rule=None if rule is None else rule.to_json(),
     )

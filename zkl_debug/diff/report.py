@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zkl_debug.diff.answer import First
 from zkl_debug.diff.coverage import Coverage, Share
@@ -24,6 +24,7 @@ _STYLE = {
 _NEXT_SITES = 5
 _OWN_SITES = 3
 _SKIP_LINES = 6
+_WHY_LINES = 3
 
 
 def print_report(verdict: Verdict, console: Console) -> None:
@@ -172,6 +173,10 @@ def _following(verdict: Verdict) -> Iterator[RenderableType]:
     affected = verdict.affected
     samples = ", ".join(map(str, affected.samples[:6])) + (" ..." if len(affected.samples) > 6 else "")
     yield Text(f"affected  {affected.rows} of {affected.of} rows, samples {samples}")
+    if affected.rule is not None:
+        yield Text(f"rule      {_rule(affected.rule)}")
+    for index, why in enumerate(verdict.explanations[:_WHY_LINES]):
+        yield Text(f"{'why' if index == 0 else '':<10}{why['name']}: {why['text']}")
     table = verdict.site_counts
     after = table[(table["edge"] == verdict.edge) & (table["mismatched"] > 0) & (table["site"] != verdict.first.site)]
     if not len(after):
@@ -185,6 +190,13 @@ def _following(verdict: Verdict) -> Iterator[RenderableType]:
         ulp = "" if stats.max_ulp is None else f"{stats.max_ulp} ulp"
         view.add_row(f"  {row['site']}", f"{row['mismatched']}/{row['compared']}", str(row["kind"]), ulp)
     yield view
+
+
+def _rule(rule: Mapping[str, Any]) -> str:
+    """A rule with how well it holds."""
+    if not rule["found"] or rule["precision"] == rule["recall"] == 1.0:
+        return str(rule["text"])
+    return f"{rule['text']} (precision {rule['precision']:.2f}, recall {rule['recall']:.2f})"
 
 
 def _skipped(coverage: Coverage) -> Iterator[RenderableType]:
