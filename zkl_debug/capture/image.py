@@ -145,7 +145,8 @@ def _fill_tensor(tensor: torch.Tensor, content: torch.Tensor | None) -> None:
     nbytes = content.numel() * content.element_size()
     if storage.nbytes() < nbytes:
         storage.resize_(nbytes)
-    with torch.inference_mode(tensor.is_inference()):  # such a tensor can be written inside only
+    # A tensor made in inference mode can be written there only; inference_mode(False) would turn gradients on.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.copy_(content)
 
 
