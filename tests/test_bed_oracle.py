@@ -303,6 +303,7 @@ def test_closing_ends_what_runs(tmp_path: Path) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     pids = _pids(tmp_path / "sleep")
+    assert server.run(_spec(tmp_path, "ok"), Limits()).exit_code == 0  # runs go on side by side
     stop.set()
     server.close()
     thread.join(20)
