@@ -68,7 +68,8 @@ def module_objects(*models: nn.Module) -> list[Any]:
 
 def _vars(obj: Any) -> dict[str, Any]:
     if not isinstance(obj, nn.Module):
-        return vars(obj)
+        found: dict[str, Any] = vars(obj)
+        return found
     own = {name: value for name, value in vars(obj).items() if name not in _MODULE_OWN}
     return {**own, **obj._parameters, **obj._buffers}
 
@@ -128,9 +129,9 @@ def _fill(slot: _Slot) -> Any:
     elif isinstance(value, list):
         value[:] = [_fill(v) for v in content]
     elif isinstance(value, collections.deque):
-        items = [_fill(v) for v in content]
+        filled = [_fill(v) for v in content]
         value.clear()
-        value.extend(items)
+        value.extend(filled)
     else:
         for inner in content:
             _fill(inner)

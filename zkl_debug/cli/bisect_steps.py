@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +16,57 @@ def loop_options(values: dict[str, Any]) -> Any:
     """``GrpoOptions`` of a command's options; those that were not given keep the bed's defaults."""
     from zkl_debug.beds.grpo.options import GrpoOptions
 
-    given = {name: value for name, value in values.items() if value is not None}
-    return GrpoOptions(**given)
+    given = {name: value for name, value in values.items() if value is not None and name != "bed"}
+    return GrpoOptions(**{**given, "stack": given["stack"] == "on"})
+
+
+def loop_choices[F: Callable[..., Any]](function: F) -> F:
+    """Add the options of a loop to a click command; :func:`loop_options` reads them."""
+    for option in reversed(_LOOP):
+        function = option(function)
+    return function
+
+
+_LOOP: tuple[Callable[[Any], Any], ...] = (
+    click.option("--bed", default="grpo", show_default=True, help="The loop to run."),
+    click.option("--fault", default=None, metavar="ID", help="Put a known defect in (see `zkl-debug beds`)."),
+    click.option("--layout", type=click.Choice(["colocated-shared", "colocated-inference-model"]), default=None),
+    click.option("--steps", type=click.IntRange(1), default=8, show_default=True, help="Steps of the loop."),
+    click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default=None),
+    click.option("--seed", type=int, default=0, show_default=True),
+    click.option("--stack", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Whole ladder."),
+    click.option("--kv", type=click.Choice(["persist", "offload", "recompute"]), default=None, help="KV while asleep."),
+    click.option("--groups", type=click.IntRange(1), default=None, help="Prompts a step."),
+    click.option("--invalidate/--no-invalidate", default=None, help="Forget cached KV blocks after every refit."),
+    click.option("--nap", type=click.IntRange(0), default=None, help="Sleep and wake before this engine step."),
+    click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for what is found."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
+)
 
 
 @click.command("steps", short_help="Find the step at which it starts, the state or data that brings it, and the event.")
-@click.option("--bed", default="grpo", show_default=True, help="The loop to run.")
-@click.option("--fault", default=None, metavar="ID", help="Put a known defect in (see `zkl-debug beds`).")
-@click.option("--layout", type=click.Choice(["colocated-shared", "colocated-inference-model"]), default=None)
-@click.option("--steps", type=click.IntRange(1), default=8, show_default=True, help="Steps of the loop.")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default=None)
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--stack", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Whole ladder.")
-@click.option("--kv", type=click.Choice(["persist", "offload", "recompute"]), default=None, help="KV while asleep.")
-@click.option("--groups", type=click.IntRange(1), default=None, help="Prompts a step.")
-@click.option("--invalidate/--no-invalidate", default=None, help="Forget cached KV blocks after every refit.")
-@click.option("--nap", type=click.IntRange(0), default=None, help="Sleep and wake before this engine step.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for the captures and the table.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(bed: str, stack: str, out: Path | None, as_json: bool, **values: Any) -> int:
+@loop_choices
+def command(as_json: bool, out: Path | None, **values: Any) -> int:
     """Run the loop, compare every step, and take the first step that diverges apart.
 
     Exit code: 0 clean, or found and repeated; 4 when it does not repeat or cannot be decided.
     """
+    return run(values, out, as_json)
+
+
+def run(values: dict[str, Any], out: Path | None, as_json: bool, **how: Any) -> int:
+    """Run the loop of a command's options and print what was found; ``how`` goes to ``find_drift``."""
     from zkl_debug.beds.grpo.answer import document, exit_code, lines
     from zkl_debug.beds.grpo.drift import find_drift
-    from zkl_debug.beds.grpo.record import write_table
 
-    if bed != "grpo":
-        raise UsageError(f"bed {bed} has no loop", "grpo", "zkl-debug bisect steps --bed grpo")
+    if values["bed"] != "grpo":
+        raise UsageError(f"bed {values['bed']} has no loop", "grpo", "zkl-debug bisect steps --bed grpo")
     if out is not None and out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} is not empty", "a new folder", f"rm -r {out}, or another --out")
-    options = loop_options({**values, "stack": stack == "on"})
+    options = loop_options(values)
     console = stderr()
     with console.status("starting") as status:
-        drift = find_drift(options, out, status.update)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_table(drift.records, out / "logprobs.npz")
+        drift = find_drift(options, out, status.update, **how)
     if as_json:
         emit_json(document(drift))
     else:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from zkl_debug.diff.state_values import Match, Source, Values, explain_values
-from zkl_debug.schema import Json, StateRecord
+from zkl_debug.schema import EventRecord, Json, StateRecord
 
 TRAIN, GEN = "train:", "gen:"
 #: Names of the events during which weights are brought to the engine.
@@ -136,6 +136,35 @@ class StateFinding:
             "strength": self.strength,
             "detail": dict(self.detail),
         }
+
+
+@dataclass(frozen=True)
+class StoredMoment:
+    """A moment read back from a capture."""
+
+    seq: int
+    name: str
+    phase: str
+    step: int
+    version: int
+    site: str
+    state: Mapping[str, StateRecord]
+
+
+def stored_moments(events: Sequence[EventRecord], states: Mapping[int, Sequence[StateRecord]]) -> list[StoredMoment]:
+    """The event log of a capture folder (``capture.events`` and ``capture.states``), with the state of each moment."""
+    return [
+        StoredMoment(
+            index,
+            event.name,
+            str(event.detail.get("phase", "mark")),
+            event.step,
+            event.weight_version,
+            str(event.detail.get("site", "")),
+            {record.name: record for record in states.get(event.event_seq, ())},
+        )
+        for index, event in enumerate(events)
+    ]
 
 
 def state_findings(moments: Sequence[MomentLike], at: int, values: ValueSource | None = None) -> list[StateFinding]:

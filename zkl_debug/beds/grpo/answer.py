@@ -332,7 +332,8 @@ def _cost(doc: Mapping[str, Any]) -> Iterator[str]:
     cost = doc["cost"]
     watch = cost["watch"]
     text = (
-        f"[dim]loop {cost['loop_seconds']} s, of it watching {watch['seconds']:.2f} s in {watch['snapshots']} snapshots"
+        f"loop {cost['loop_seconds']} s; watching it took {watch['seconds'] + watch['image_seconds']:.2f} s of that "
+        f"({watch['slowdown']:.3f}x, {watch['snapshots']} snapshots)"
     )
-    extra = f", investigation {cost['investigation_seconds']} s" if "investigation_seconds" in cost else ""
-    yield f"{text}{extra}[/]"
+    extra = f"; investigation {cost['investigation_seconds']} s" if "investigation_seconds" in cost else ""
+    yield f"[dim]{text}{extra}[/]"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from zkl_debug.beds.grpo.cells import Cell, CellRunner, same_as_live
 from zkl_debug.beds.grpo.loop import GrpoLoop, open_loop
 from zkl_debug.beds.grpo.options import GrpoOptions
 from zkl_debug.beds.grpo.proof import prove_blocks
-from zkl_debug.beds.grpo.record import StepRecord
+from zkl_debug.beds.grpo.record import StepRecord, write_table
 from zkl_debug.beds.grpo.watch import LoopValues, LoopWatch
 from zkl_debug.bisect.outcome import Outcome
 from zkl_debug.bisect.steps import Fault, Onset, OnsetStatus, SwapVerdict
@@ -28,6 +29,7 @@ from zkl_debug.schema import Json
 
 if TYPE_CHECKING:
     from zkl_debug.capture.events import Moment
+    from zkl_debug.capture.session import CaptureSession
 
 Say = Callable[[str], None]
 
@@ -83,34 +85,71 @@ class Drift:
         return named[0] if named and self.kind in ("state", "undecided") else None
 
 
-def find_drift(options: GrpoOptions, out: Path | None = None, say: Say | None = None) -> Drift:
+def find_drift(
+    options: GrpoOptions,
+    out: Path | None = None,
+    say: Say | None = None,
+    *,
+    keep: int | None = None,
+    stop: bool = False,
+    light: bool = False,
+) -> Drift:
     """Run the loop, and where it diverges find out why.
 
     Args:
         options: the loop.
-        out: folder for the captures of the onset step; a temporary one when None.
+        out: folder for what is found: ``loop`` (events and state), ``train`` and ``gen`` (captures of the onset step),
+            ``logprobs.npz``, ``onset.npz`` (a checkpoint before the onset step). Nothing is kept when None, but for
+            the captures, which go to a temporary folder.
         say: told what is being done.
+        keep: steps that can be run again (a ring buffer); None for all.
+        stop: end the loop at the first step that diverges.
+        light: state only after events.
     """
     tell = say or (lambda _text: None)
-    with open_loop(options) as loop:
+    with ExitStack() as stack:
+        loop = stack.enter_context(open_loop(options))
         drift = Drift(loop.options)
         drift.parameters = len(list(loop.layout.engine_model.parameters()))
-        watch = LoopWatch(loop)
+        session = stack.enter_context(_stored(out / "loop", loop)) if out is not None else None
+        watch = LoopWatch(loop, keep=keep, session=session, light=light)
         started = time.perf_counter()
         with watch:
             for _ in range(loop.options.steps):
                 tell(f"step {loop.step + 1} of {loop.options.steps}")
-                loop.run_step()
+                if loop.run_step().diverged and stop:
+                    break
+        seconds = time.perf_counter() - started
         drift.records = loop.records
-        drift.cost = {"loop_seconds": round(time.perf_counter() - started, 2), "watch": watch.log.cost.to_json()}
+        drift.cost = {"loop_seconds": round(seconds, 2), "watch": watch.cost(seconds)}
         drift.notes += [f"not looked into: {text}" for text in watch.log.opaque]
         drift.steps = tuple(r.step for r in loop.records if r.diverged)
-        if drift.steps:
+        if out is not None:
+            write_table(drift.records, out / "logprobs.npz")
+        if drift.steps and drift.steps[0] in watch.kept:
             started = time.perf_counter()
             drift.onset = drift.steps[0]
             _investigate(drift, loop, watch, out, tell)
             drift.cost["investigation_seconds"] = round(time.perf_counter() - started, 2)
+        elif drift.steps:
+            drift.onset, drift.kind = drift.steps[0], "undecided"
+            drift.reason = f"step {drift.onset} is not kept any more: keep more steps, or stop at the first one"
     return drift
+
+
+@contextmanager
+def _stored(folder: Path, loop: GrpoLoop) -> Iterator[CaptureSession]:
+    """A capture without frames: events and state of the loop."""
+    from zkl_debug.capture.session import CaptureOptions, CaptureSession
+    from zkl_debug.store.writer import CaptureWriter
+
+    meta = {"bed": {"bed": "grpo", **{k: str(v) for k, v in vars(loop.options).items()}}}
+    writer = CaptureWriter(folder, side="loop", meta=meta)
+    session = CaptureSession(writer, CaptureOptions())
+    try:
+        yield session
+    finally:
+        writer.close(manifest=session.summary())
 
 
 def _investigate(drift: Drift, loop: GrpoLoop, watch: LoopWatch, out: Path | None, say: Say) -> None:
@@ -118,6 +157,8 @@ def _investigate(drift: Drift, loop: GrpoLoop, watch: LoopWatch, out: Path | Non
     bad = drift.onset
     record = next(r for r in drift.records if r.step == bad)
     runner = CellRunner(loop, watch.kept, say)
+    if out is not None:
+        _keep_onset(loop, watch, bad, out)
     drift.repeats = all(
         same_as_live(c, record) for c in (runner.cell("carried", bad, bad), runner.repeat("carried", bad, bad))
     )
@@ -130,12 +171,23 @@ def _investigate(drift: Drift, loop: GrpoLoop, watch: LoopWatch, out: Path | Non
     drift.cells = list(runner.done.values())
 
 
+def _keep_onset(loop: GrpoLoop, watch: LoopWatch, bad: int, out: Path) -> None:
+    """The trainer as it was when the onset step scored, on disk."""
+    from zkl_debug.beds.grpo import checkpoint
+
+    watch.kept[bad].image.restore()
+    step, version = loop.step, loop.version
+    loop.step, loop.version = bad - 1, watch.kept[bad].version
+    checkpoint.save(loop, out / "onset.npz")
+    loop.step, loop.version = step, version
+
+
 # ---- state or data -------------------------------------------------------------------------------------------------
 
 
 def _swap(drift: Drift, runner: CellRunner, bad: int) -> None:
     good = bad - 1
-    if good < 1:
+    if good not in runner.kept:
         _first_step(drift, runner, bad)
         return
     for engine in ("fresh", "carried"):
@@ -143,7 +195,7 @@ def _swap(drift: Drift, runner: CellRunner, bad: int) -> None:
         drift.swaps[engine] = ({k: v.value for k, v in vars(swap).items()}, verdict)
     fresh = drift.swaps["fresh"][1]
     alone = runner.done["fresh", bad, bad].outcome
-    drift.probe, _ = runner.probe(list(range(1, bad + 1)), bad)
+    drift.probe, _ = runner.probe([s for s in sorted(runner.kept) if s <= bad], bad)
     if not drift.repeats:
         drift.kind, drift.reason = "undecided", "the step does not repeat itself from its kept state"
     elif alone is Outcome.ZERO:
@@ -172,7 +224,7 @@ def _first_step(drift: Drift, runner: CellRunner, bad: int) -> None:
     """There is no good step before: only the engine can be exchanged."""
     fresh = runner.cell("fresh", bad, bad).outcome
     if fresh is Outcome.MISMATCH:
-        drift.kind, drift.reason = "always", "it is there from the first step on, on a new engine too: not a drift"
+        drift.kind, drift.reason = "always", "it is there on a new engine too, and no step before it was kept"
     else:
         drift.kind, drift.reason = "state", "a new engine with the same weights gives zero"
 

@@ -69,7 +69,8 @@ def _content(generator: RolloutGenerator, block: int) -> torch.Tensor | None:
     axis = 2 if buffer.dim() == 6 else 1
     if buffer.untyped_storage().nbytes() < buffer.numel() * buffer.element_size():  # offloaded: read the backup
         buffer = generator.context._offloadable_cpu_backups["memory_buffer"]
-    return buffer.select(axis, block).contiguous().clone().view(torch.uint8)
+    content: torch.Tensor = buffer.select(axis, block).contiguous().clone().view(torch.uint8)
+    return content
 
 
 def _again(runner: CellRunner, step: int, rollout: Rollout, index: int) -> torch.Tensor | None:

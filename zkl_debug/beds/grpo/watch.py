@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,6 +13,7 @@ from zkl_debug.capture.events import EventLog
 from zkl_debug.capture.image import Image, module_objects
 from zkl_debug.capture.walk import walk
 from zkl_debug.diff.state_values import Values
+from zkl_debug.schema import Json
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +61,7 @@ class LoopWatch:
         self.loop = loop
         self.keep = keep
         self.kept: OrderedDict[int, Kept] = OrderedDict()
+        self.image_seconds = 0.0
         generator = loop.layout.generator
         source = kv_source(generator.context, lambda: generator.uses)
         roots = {"train": loop.layout.trainer, "gen": loop.layout.engine_model}
@@ -83,10 +86,23 @@ class LoopWatch:
         self.loop.on_ready = lambda _loop, _batch: None
 
     def _ready(self, loop: GrpoLoop, batch: Batch) -> None:
+        started = time.perf_counter()
         weights = {name: p.detach().clone() for name, p in loop.layout.trainer.named_parameters()}
         self.kept[batch.step] = Kept(batch, loop.version, Image(held_objects(loop)), weights)
         while self.keep is not None and len(self.kept) > self.keep:
             self.kept.popitem(last=False)
+        self.image_seconds += time.perf_counter() - started
+
+    def cost(self, loop_seconds: float) -> dict[str, Json]:
+        """What watching cost, and the slowdown of a loop that took ``loop_seconds`` with it."""
+        spent = self.log.cost.seconds + self.image_seconds
+        images = sum(kept.image.nbytes for kept in self.kept.values())
+        return {
+            **self.log.cost.to_json(),
+            "image_seconds": round(self.image_seconds, 4),
+            "image_bytes": images,
+            "slowdown": round(loop_seconds / max(loop_seconds - spent, 1e-9), 4),
+        }
 
 
 def held_objects(loop: GrpoLoop) -> list[Any]:
