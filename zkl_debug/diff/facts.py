@@ -84,7 +84,15 @@ class FactTable:
 
 @dataclass(frozen=True)
 class RowFacts:
-    """Facts of every unified row, by name: ordinal and nominal columns, and flags; int64 [U]."""
+    """Facts of every unified row, int64 [U] each.
+
+    Attributes:
+        ordinal, nominal, flags: facts of the row's call, by name.
+        shared: facts that both rows of a pair have alike.
+        call: number of the row's call over both captures.
+        own: its sample.
+        predicting: for a label row the row that predicted it, in the same call; else the row itself.
+    """
 
     ordinal: dict[str, Ints]
     nominal: dict[str, Ints]
@@ -92,6 +100,7 @@ class RowFacts:
     shared: dict[str, Ints]
     call: Ints
     own: Ints
+    predicting: Ints
 
 
 def build_facts(comparison: Comparison, site: int, chosen: Ints) -> FactTable:
@@ -180,7 +189,7 @@ def row_facts(comparison: Comparison) -> RowFacts:
         "masked": _flag(space, RowFlag.MASKED),
         "step": space.step,
     }
-    return RowFacts(ordinal, nominal, flags, shared, call, space.sample.astype(np.int64))
+    return RowFacts(ordinal, nominal, flags, shared, call, space.sample.astype(np.int64), row)
 
 
 def _frame_columns(capture: CaptureLike) -> dict[str, Ints]:

@@ -1,0 +1,342 @@
+"""Attention recomputed in float64 from the captured q, K and V: which keys entered, at which scale, in which precision.
+
+Each side is held against the exact attention over the keys that a causal row may read. A side within rounding of it is
+right; one that is not is held against other sets of keys, other scales and other precisions, each tested in every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from zkl_debug.bits import F64
+from zkl_debug.diff.explain.masks import Mask, hypotheses, solve_keys
+from zkl_debug.diff.explain.model import Evidence, Finding, Keys, Strength
+from zkl_debug.diff.explain.numeric import epsilon, rounded, shown
+from zkl_debug.diff.model import Bools
+from zkl_debug.schema import Json
+
+_FIT = {"float32": 48.0, "bfloat16": 6.0, "float16": 6.0}
+_LEAST = 2
+_PRECISIONS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_REPLACES = ("reduction-order", "constant-ratio", "constant-offset", "scale-by-position")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One affected row: what it may have read on each side, and what each side gave, [heads, d]."""
+
+    index: int
+    keys: tuple[Keys, Keys]
+    out: tuple[F64, F64]
+
+
+def attend(keys: Keys, use: Bools, scale: float, interleaved: bool = False) -> tuple[F64, F64]:
+    """Exact attention over the keys in ``use``, and the size its rounding is measured by; [heads, d] each."""
+    heads, groups = len(keys.query), keys.key.shape[1]
+    group = np.arange(heads) % groups if interleaved else np.arange(heads) // (heads // groups)
+    k, v = keys.key[use][:, group], keys.value[use][:, group]
+    if not len(k):
+        return np.full_like(keys.query, np.nan), np.ones_like(keys.query)
+    score = np.einsum("hd,nhd->hn", keys.query, k) * scale
+    weight = np.exp(score - score.max(axis=1, keepdims=True))
+    weight /= weight.sum(axis=1, keepdims=True)
+    return np.einsum("hn,nhd->hd", weight, v), np.einsum("hn,nhd->hd", weight, np.abs(v))
+
+
+def distance(out: F64, exact: F64, size: F64, dtype: str) -> float:
+    """Largest error in units of the dtype's epsilon, relative to the summed magnitudes; infinite for NaN."""
+    error = np.abs(out - exact) / (epsilon(dtype) * np.maximum(size, 1e-30))
+    return float(error.max()) if np.isfinite(error).all() else float("inf")
+
+
+def _rows(e: Evidence) -> list[Row]:
+    """Affected rows with everything there to recompute them."""
+    pair = e.pair()
+    if pair is None or e.attention is None:
+        return []
+    rows = []
+    for index, left, right in e.attention():
+        shape = left.query.shape
+        if right.query.shape == shape and pair.left.bits.shape[1] == shape[0] * shape[1]:
+            out = tuple(side.real[index].reshape(shape) for side in (pair.left, pair.right))
+            rows.append(Row(index, (left, right), (out[0], out[1])))
+    return rows
+
+
+def _fits(rows: list[Row], side: int, dtype: str, replay: Callable[[Keys], tuple[F64, F64]]) -> float:
+    """Largest distance of a side from a recomputation, over all rows."""
+    return max(distance(row.out[side], *replay(row.keys[side]), dtype) for row in rows)
+
+
+def _causal(scale: float) -> Callable[[Keys], tuple[F64, F64]]:
+    """The attention over the keys a causal row may read."""
+    return lambda keys: attend(keys, keys.own, scale)
+
+
+def attention(e: Evidence) -> Finding | None:
+    """What the recomputation says: another set of keys, another scale or precision, or only another order."""
+    rows = _rows(e)
+    if len(rows) < _LEAST:
+        return None
+    pair = e.pair()
+    assert pair is not None
+    dtype = pair.left.dtype
+    limit = _FIT.get(dtype, 6.0)
+    scale = _scale(e, rows, dtype, limit)
+    if scale is None:
+        return None
+    worst = [_fits(rows, side, dtype, _causal(scale)) for side in (0, 1)]
+    if max(worst) <= limit:
+        return _order(rows, worst, scale, dtype)
+    if min(worst) > limit:
+        return None
+    side = int(np.argmax(worst))
+    for test in (_other_keys, _other_precision, _other_scale, _other_groups, _solved):
+        found = test(e, rows, side, scale, dtype, limit)
+        if found is not None:
+            return found
+    return None
+
+
+def _scale(e: Evidence, rows: list[Row], dtype: str, limit: float) -> float | None:
+    """The softmax scale under which one side, or both, are the exact attention over the row's own keys."""
+    configured = e.config.get("softmax_scale")
+    width = rows[0].keys[0].query.shape[1]
+    candidates: list[float] = [
+        float(width) ** -0.5,
+        *([float(configured)] if isinstance(configured, int | float) else []),
+    ]
+    for scale in candidates:
+        worst = [_fits(rows, side, dtype, _causal(scale)) for side in (0, 1)]
+        if min(worst) <= limit:
+            return scale
+    for side in (0, 1):
+        fitted = _fit_scale(rows, side, dtype)
+        if fitted is not None and _fits(rows, side, dtype, _causal(fitted)) <= limit:
+            return fitted
+    return None
+
+
+def _fit_scale(rows: list[Row], side: int, dtype: str) -> float | None:
+    """The scale that fits a side best, by golden-section search on a logarithmic axis."""
+    low, high = np.log(1e-4), np.log(10.0)
+    grid = np.linspace(low, high, 60)
+
+    def cost(log_scale: float) -> float:
+        return _fits(rows[:4], side, dtype, _causal(float(np.exp(log_scale))))
+
+    costs = [cost(float(at)) for at in grid]
+    best = int(np.argmin(costs))
+    low, high = grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)]
+    ratio = (np.sqrt(5) - 1) / 2
+    for _ in range(50):
+        one, two = high - ratio * (high - low), low + ratio * (high - low)
+        if cost(float(one)) < cost(float(two)):
+            high = two
+        else:
+            low = one
+    return float(np.exp((low + high) / 2))
+
+
+def _order(rows: list[Row], worst: list[float], scale: float, dtype: str) -> Finding:
+    evidence: dict[str, Json] = {
+        "rows_recomputed": len(rows),
+        "left_error": shown(worst[0]),
+        "right_error": shown(worst[1]),
+        "unit": f"epsilon of {dtype} times the summed magnitudes",
+        "scale": shown(scale),
+    }
+    split = _split(rows, scale, dtype)
+    text = (
+        f"recomputed in float64 from the captured q, K and V, both sides are the attention over the same keys, within "
+        f"{worst[0]:.2g} and {worst[1]:.2g} epsilons: only the order of the sums or a merge of parts differs"
+    )
+    if split is not None:
+        evidence |= split
+        text += f"; {split['words']}"
+    return Finding("reduction-order", text, evidence, Strength.FITTED, ("constant-ratio", "constant-offset"))
+
+
+def _split(rows: list[Row], scale: float, dtype: str) -> dict[str, Json] | None:
+    """Whether the bits of one side are those of one pass, and of the other those of parts merged by log-sum-exp."""
+    if dtype == "float32":
+        return None  # rounding of the parts does not show
+    share = {
+        name: [
+            float(np.mean([(_merged(row.keys[side], scale, parts, dtype) == row.out[side]).mean() for row in rows]))
+            for side in (0, 1)
+        ]
+        for name, parts in {"one pass": 1, **{f"{n} parts merged": n for n in (2, 4, 8)}}.items()
+    }
+    names = list(share)
+    best = [names[int(np.argmax([share[name][side] for name in names]))] for side in (0, 1)]
+    if best[0] == best[1] or any(share[best[s]][s] < 0.98 or share[best[1 - s]][s] > 0.95 for s in (0, 1)):
+        return None
+    return {"left_form": best[0], "right_form": best[1], "words": f"bit for bit {best[0]} against {best[1]}"}
+
+
+def _merged(keys: Keys, scale: float, parts: int, dtype: str) -> F64:
+    """Attention over equal parts of the keys, each rounded to the dtype, merged by their log-sum-exp."""
+    own = np.flatnonzero(keys.own)
+    own = own[np.argsort(keys.position[own], kind="stable")]
+    heads, groups = len(keys.query), keys.key.shape[1]
+    group = np.arange(heads) // (heads // groups)
+    outs, sums = [], []
+    size = max(1, len(own) // parts)
+    cuts = [0, *(size * i for i in range(1, parts)), len(own)]
+    for start, stop in pairwise(cuts):
+        at = own[start:stop]
+        if not len(at):
+            continue
+        score = np.einsum("hd,nhd->hn", keys.query, keys.key[at][:, group]) * scale
+        top = score.max(axis=1, keepdims=True)
+        weight = np.exp(score - top)
+        total = weight.sum(axis=1, keepdims=True)
+        outs.append(rounded(np.einsum("hn,nhd->hd", weight / total, keys.value[at][:, group]), dtype))
+        sums.append((top + np.log(total))[:, 0])
+    share = np.exp(np.stack(sums) - np.logaddexp.reduce(np.stack(sums), axis=0))
+    return rounded(np.einsum("ph,phd->hd", share, np.stack(outs)), dtype)
+
+
+def _other_keys(e: Evidence, rows: list[Row], side: int, scale: float, dtype: str, limit: float) -> Finding | None:
+    """A set of keys under which the odd side fits in every row."""
+    for mask in hypotheses([row.keys[side] for row in rows]):
+        uses = [mask.use(row.keys[side]) for row in rows]
+        if all(np.array_equal(use, row.keys[side].own) for use, row in zip(uses, rows, strict=True)):
+            continue
+        errors = [_error(row, side, use, scale, dtype, limit) for row, use in zip(rows, uses, strict=True)]
+        if max(errors) <= limit:
+            return _mask_told(e, rows, side, mask, uses, max(errors), limit)
+    return None
+
+
+def _error(row: Row, side: int, use: Bools, scale: float, dtype: str, limit: float) -> float:
+    """Distance under a set of keys; a row that the set leaves as it is must fit as it is."""
+    del limit
+    return distance(row.out[side], *attend(row.keys[side], use, scale), dtype)
+
+
+def _mask_told(
+    e: Evidence, rows: list[Row], side: int, mask: Mask, uses: list[Bools], error: float, limit: float
+) -> Finding:
+    extra = [int((use & ~row.keys[side].own).sum()) for use, row in zip(uses, rows, strict=True)]
+    missing = [int((row.keys[side].own & ~use).sum()) for use, row in zip(uses, rows, strict=True)]
+    first = rows[int(np.argmax(np.array(extra) + np.array(missing)))].keys[side]
+    others = sorted(
+        {int(s) for row, use in zip(rows, uses, strict=True) for s in row.keys[side].sample[use & ~row.keys[side].own]}
+    )
+    evidence: dict[str, Json] = {
+        "side": e.side(bool(side)),
+        "mask": mask.name,
+        "rows_recomputed": len(rows),
+        "extra_keys": [min(extra), max(extra)],
+        "missing_keys": [min(missing), max(missing)],
+        "extra_from_samples": others[:16],
+        "error": shown(error),
+        "limit": limit,
+    }
+    text = (
+        f"recomputed in float64, {e.side(bool(side))} is the attention over {mask.words} (within {error:.2g} "
+        f"epsilons in all {len(rows)} rows recomputed): {max(extra)} keys too many and {max(missing)} too few at most"
+    )
+    if others and others != [first.row_sample]:
+        text += f"; keys of sample {', '.join(map(str, others[:6]))} entered"
+    return Finding("mask-fit", text, evidence, Strength.FITTED, (*_REPLACES, "equals-other-sample"))
+
+
+def _other_precision(e: Evidence, rows: list[Row], side: int, scale: float, dtype: str, limit: float) -> Finding | None:
+    """Keys and values, or the query too, rounded to a narrower format before they are used."""
+    for name in _PRECISIONS:
+        if name == dtype:
+            continue
+        for what in ("K and V", "q, K and V", "V", "K"):
+
+            def replay(keys: Keys, to: str = name, parts: str = what) -> tuple[F64, F64]:
+                return attend(_rounded_keys(keys, to, parts), keys.own, scale)
+
+            error = _fits(rows, side, dtype, replay)
+            if error <= limit:
+                text = (
+                    f"recomputed in float64, {e.side(bool(side))} is the attention with {what} rounded to {name} first "
+                    f"(within {error:.2g} epsilons in all {len(rows)} rows)"
+                )
+                evidence: dict[str, Json] = {"side": e.side(bool(side)), "dtype": name, "what": what, "exact": False}
+                evidence |= {"error": shown(error), "rows_recomputed": len(rows)}
+                return Finding("extra-rounding", text, evidence, Strength.FITTED, _REPLACES)
+    return None
+
+
+def _rounded_keys(keys: Keys, name: str, parts: str) -> Keys:
+    return replace(
+        keys,
+        query=rounded(keys.query, name) if "q" in parts else keys.query,
+        key=rounded(keys.key, name) if "K" in parts else keys.key,
+        value=rounded(keys.value, name) if "V" in parts else keys.value,
+    )
+
+
+def _other_scale(e: Evidence, rows: list[Row], side: int, scale: float, dtype: str, limit: float) -> Finding | None:
+    fitted = _fit_scale(rows, side, dtype)
+    if fitted is None:
+        return None
+    error = _fits(rows, side, dtype, _causal(fitted))
+    if error > limit:
+        return None
+    evidence: dict[str, Json] = {"side": e.side(bool(side)), "scale": shown(fitted), "other_scale": shown(scale)}
+    evidence |= {"ratio": shown(fitted / scale), "error": shown(error), "rows_recomputed": len(rows)}
+    text = (
+        f"recomputed in float64, {e.side(bool(side))} is the attention at softmax scale {fitted:.5g}, the other "
+        f"side at {scale:.5g} (within {error:.2g} epsilons in all {len(rows)} rows)"
+    )
+    return Finding("softmax-scale", text, evidence, Strength.FITTED, _REPLACES)
+
+
+def _other_groups(e: Evidence, rows: list[Row], side: int, scale: float, dtype: str, limit: float) -> Finding | None:
+    heads, groups = len(rows[0].keys[side].query), rows[0].keys[side].key.shape[1]
+    if groups in (1, heads):
+        return None
+    error = _fits(rows, side, dtype, lambda keys: attend(keys, keys.own, scale, interleaved=True))
+    if error > limit:
+        return None
+    evidence: dict[str, Json] = {"side": e.side(bool(side)), "heads": heads, "groups": groups, "error": shown(error)}
+    text = (
+        f"recomputed in float64, {e.side(bool(side))} lets query head h read KV head h mod {groups}, the other side "
+        f"h // {heads // groups} (within {error:.2g} epsilons in all {len(rows)} rows)"
+    )
+    return Finding("head-grouping", text, evidence, Strength.FITTED, (*_REPLACES, "column-permutation"))
+
+
+def _solved(e: Evidence, rows: list[Row], side: int, scale: float, dtype: str, limit: float) -> Finding | None:
+    """No named set fits: solve for the keys that entered, row by row, and check by recomputing."""
+    told: list[tuple[Row, Bools, float]] = []
+    for row in rows:
+        use = solve_keys(row.keys[side], row.out[side], scale)
+        error = float("inf") if use is None else distance(row.out[side], *attend(row.keys[side], use, scale), dtype)
+        if use is None or error > limit:
+            return None
+        told.append((row, use, error))
+    examples = list(_examples(told, side))
+    evidence: dict[str, Json] = {"side": e.side(bool(side)), "mask": "solved", "rows_recomputed": len(told)}
+    evidence |= {"error": shown(max(error for _, _, error in told)), "examples": examples}
+    first = examples[0]
+    text = (
+        f"solving for the keys that entered, {e.side(bool(side))} left out or added keys in {len(told)} rows: at "
+        f"sample {first['sample']} position {first['position']} missing {first['missing']}, added {first['added']}"
+    )
+    return Finding("mask-fit", text, evidence, Strength.FITTED, _REPLACES)
+
+
+def _examples(told: list[tuple[Row, Bools, float]], side: int) -> Iterator[dict[str, Json]]:
+    for row, use, _ in told[:8]:
+        keys = row.keys[side]
+        missing, added = keys.own & ~use, use & ~keys.own
+        yield {
+            "sample": keys.row_sample,
+            "position": keys.row_position,
+            "missing": keys.position[missing].tolist()[:16],
+            "added": [[int(keys.sample[i]), int(keys.position[i])] for i in np.flatnonzero(added)[:16]],
+        }

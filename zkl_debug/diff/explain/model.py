@@ -1,0 +1,273 @@
+"""What an explanation is, and the evidence it may look at. numpy only; nothing here reads a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zkl_debug.bits import DTYPES, F64, to_float64
+from zkl_debug.diff.model import Bools, Ints
+from zkl_debug.schema import Json, SiteName
+
+
+class Strength(IntEnum):
+    """How much an explanation explains; findings are listed strongest first."""
+
+    NOTHING = 0  # an honest "not localised"
+    FOLLOWS = 1  # something that follows from the difference
+    CLASS = 2  # the difference is of a kind; nothing contradicts it
+    FITTED = 3  # a closed form fits every element within rounding
+    EXACT = 4  # a closed form gives every element bit for bit
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One explanation that holds.
+
+    Attributes:
+        name: stable id, e.g. ``extra-rounding``.
+        text: one sentence with the numbers.
+        evidence: the numbers.
+        strength: how much it explains.
+        replaces: weaker names that say the same with less.
+    """
+
+    name: str
+    text: str
+    evidence: Mapping[str, Json]
+    strength: Strength
+    replaces: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Json]:
+        """An entry of ``explanations`` of the verdict document."""
+        return {
+            "name": self.name,
+            "text": self.text,
+            "strength": self.strength.name.lower(),
+            "evidence": dict(self.evidence),
+        }
+
+
+@dataclass(frozen=True)
+class Values:
+    """Raw bits of some rows of a site on one side: [m, W], with their torch dtype and row shape."""
+
+    bits: NDArray[Any]
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+    @cached_property
+    def real(self) -> F64:
+        """The values as float64, [m, W]."""
+        return to_float64(self.bits, self.dtype)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether they are plain floats: one value per stored element."""
+        info = DTYPES.get(self.dtype)
+        return info is not None and info.is_float and not info.is_packed
+
+    def heads(self) -> F64:
+        """The values in their row shape, float64 [m, *shape]."""
+        return self.real.reshape(len(self.real), *(self.shape or self.real.shape[1:]))
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+
+@dataclass(frozen=True)
+class Port:
+    """The same rows on both sides of the pairs."""
+
+    left: Values
+    right: Values
+
+    @cached_property
+    def equal(self) -> bool:
+        """Whether the bits are the same in every row."""
+        same_form = self.left.dtype == self.right.dtype and self.left.bits.shape == self.right.bits.shape
+        return same_form and bool((self.left.bits == self.right.bits).all())
+
+    @property
+    def like(self) -> bool:
+        """Whether both are floats of one dtype and width."""
+        same = self.left.dtype == self.right.dtype and self.left.bits.shape == self.right.bits.shape
+        return same and self.left.is_float
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys and values an attention row may have read, float64.
+
+    Attributes:
+        query: [heads, d] of the row.
+        key, value: [n, groups, d] of the candidates.
+        position: [n], positions of the candidates; ``own``: of the same prefix chain, at or before the row, bool [n].
+        sample: [n]; ``place``: place of the candidate's sequence in the call, -1 where it is not in the call.
+        row_position, row_sample: of the row; ``row_place``: place of its sequence in the call.
+    """
+
+    query: F64
+    key: F64
+    value: F64
+    position: Ints
+    own: Bools
+    sample: Ints
+    place: Ints
+    row_position: int
+    row_sample: int
+    row_place: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a row's digest is found among the rows of the other side.
+
+    Attributes:
+        found: another row of the other side has exactly these bits, and no third one has, bool [m].
+        exists: the row the shift points to was captured, by shift; see :mod:`zkl_debug.diff.explain.rows`.
+        sample, position: of the found row, int64 [m].
+        same_chain: it belongs to the same sequence of tokens, bool [m].
+        same_call: it was in the same call, bool [m].
+        shift: its position minus the row's own, int64 [m].
+        row_sample, row_position: of the rows themselves, int64 [m].
+    """
+
+    found: Bools
+    sample: Ints
+    position: Ints
+    same_chain: Bools
+    same_call: Bools
+    shift: Ints
+    exists: Callable[[int], Bools]
+    row_sample: Ints
+    row_position: Ints
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where rows lie in calls that run a [sequences, width] batch: all int64 [m]; width 0 where a call does not.
+
+    Attributes:
+        call: number of the call.
+        place: which sequence of the call; ``position``: which position in it.
+        sequences, width: size of the batch.
+    """
+
+    call: Ints
+    place: Ints
+    position: Ints
+    sequences: Ints
+    width: Ints
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the router chose for pairs of one layer, and from which logits.
+
+    Attributes:
+        site: name of the routing map.
+        chosen: bool [m, E] of each side.
+        logits: [m, E] of each side, or None.
+        sample, position: [m].
+        grid: where the rows lie in the calls of each side.
+    """
+
+    site: str
+    chosen: tuple[Bools, Bools]
+    logits: tuple[F64, F64] | None
+    sample: Ints
+    position: Ints
+    grid: tuple[Grid | None, Grid | None] = (None, None)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything known of the affected rows at the site in question.
+
+    Attributes:
+        site, semantic: the site.
+        names: what to call the two rows of a pair, e.g. ``A (score)`` and ``B (prefill)``.
+        out: the site's values in affected pairs, [m, W]; None without raw bits on both sides.
+        sample, position, token: of the pairs, int64 [m].
+        inputs: the operator's input ports in the same pairs, those that are there as raw bits on both sides.
+        inputs_equal: every captured input is equal in every affected pair (digests).
+        clean: the same site in pairs that are equal, or None.
+        clean_position: positions of the clean pairs.
+        rows, of: affected and compared pairs.
+        differ: dtype or shape, where they differ between the sides.
+        metas: (dtype, row shape) of each side.
+        config: resolved configuration of A, where captured.
+        sources: for the right row among left rows, and for the left row among right rows.
+        attention: what some affected rows may have read: (index into the pairs, left, right), built when asked for.
+        routing: router choices.
+        parents: for a label row: the label that was used and the log-probs it was taken from.
+        call: other facts of the pairs, by name, int64 [m].
+    """
+
+    site: SiteName
+    semantic: str = ""
+    names: tuple[str, str] = ("A", "B")
+    out: Port | None = None
+    sample: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    position: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    token: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    inputs: Mapping[str, Port] = field(default_factory=dict)
+    inputs_equal: bool = True
+    clean: Port | None = None
+    clean_position: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    rows: int = 0
+    of: int = 0
+    differ: str = ""
+    metas: tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]] | None = None
+    config: Mapping[str, Json] = field(default_factory=dict)
+    sources: tuple[Source, Source] | None = None
+    attention: Callable[[], list[tuple[int, Keys, Keys]]] | None = None
+    routing: Routing | None = None
+    parents: Labels | None = None
+    call: Mapping[str, Ints] = field(default_factory=dict)
+
+    def pair(self) -> Port | None:
+        """The values, where both sides are floats of one dtype and width."""
+        return self.out if self.out is not None and self.out.like and len(self.out.left) else None
+
+    def equal_input(self, port: str = "in") -> Values | None:
+        """An input that is there and equal on both sides in all pairs."""
+        found = self.inputs.get(port, self.inputs.get(f"{port}.0"))
+        return found.left if found is not None and found.equal else None
+
+    def side(self, right: bool) -> str:
+        """Name of a side."""
+        return self.names[int(right)]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Evidence of label rows.
+
+    Attributes:
+        used: label each side used, int64 [m] each.
+        intended: the token the row is for, int64 [m].
+        table: log-probs of the predicting row on the right side, float64 [m, V], or None.
+        table_left: the same of the left side.
+        following: first tokens of the other sequences in the left and the right row's call.
+        last: the row is the last label of its sequence in the call, bool [m].
+        shifted: the token k positions on in the same sequence, -1 where it is not known, by k, int64 [m] each.
+    """
+
+    used: tuple[Ints, Ints] | None
+    intended: Ints
+    table: F64 | None = None
+    table_left: F64 | None = None
+    following: tuple[list[set[int]], list[set[int]]] | None = None
+    last: Bools | None = None
+    shifted: Mapping[int, Ints] = field(default_factory=dict)
+
+
+Explanation = Callable[[Evidence], Finding | None]
