@@ -32,7 +32,8 @@ class RowFlag(IntFlag):
 
     NONE = 0
     PHASE_MASK = 0b11
-    # A row that exists for the log-prob of its token: position and prefix include that token, which the frame predicted.
+    # A row that exists for the log-prob of its token: position and prefix include that token, which the frame
+    # predicted.
     LABEL = 1 << 2
     # The token of the row was generated, not part of the prompt.
     GENERATED = 1 << 3

@@ -123,13 +123,13 @@ class Fa4CoreAttention(nn.Module):
     Inputs [s, b, heads, d], output [s, b, heads * d].
     """
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
+    def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
         super().__init__()
         self.config = config
         self.layer_number = layer_number
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **_: Any
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _attention_mask: Any = None, **_: Any
     ) -> torch.Tensor:
         """Causal attention of every sequence of the batch; the mask argument is implied."""
         from megatron.core.transformer import attention
