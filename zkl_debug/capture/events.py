@@ -122,7 +122,7 @@ class EventLog:
         self.truncated = False
         self.enabled = True
         self._taps = TapSet()
-        self._depth = 0
+        self._callbacks: list[Callable[[], None]] = []
 
     # ---- events ---------------------------------------------------------------------------------------------------
     @contextmanager
@@ -160,12 +160,36 @@ class EventLog:
 
         self._taps.wrap(owner, attribute, wrap)
 
+    def adopt(self, moments: Sequence[Moment], part: str, seconds: float = 0.0) -> None:
+        """Take in events that another process saw of ``part``; the other parts are taken to be as they were.
+
+        ``seconds`` is what seeing them cost there.
+        """
+        self.cost.seconds += seconds
+        self.cost.snapshots += sum(1 for m in moments if m.state)
+        last = next((m.state for m in reversed(self.moments) if m.state), {})
+        rest = {name: record for name, record in last.items() if not name.startswith(f"{part}:")}
+        for moment in moments:
+            state = {**rest, **moment.state} if moment.state else {}
+            self._add(moment.name, moment.phase, moment.site, moment.detail, state)
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the log is closed."""
+        self._callbacks.append(callback)
+
     def close(self) -> None:
         """Take every instrumentation out again."""
         self._taps.remove()
+        for callback in self._callbacks:
+            callback()
+        self._callbacks.clear()
 
     def _note(self, name: str, phase: str, site: str, detail: Mapping[str, Json], state: bool) -> None:
-        taken = self.snapshot() if state else {}
+        self._add(name, phase, site, detail, self.snapshot() if state else {})
+
+    def _add(
+        self, name: str, phase: str, site: str, detail: Mapping[str, Json], taken: Mapping[str, StateRecord]
+    ) -> None:
         moment = Moment(len(self.moments), name, phase, self.step, self.version, site, taken, dict(detail))
         self.moments.append(moment)
         if self.keep is not None and len(self.moments) > self.keep:

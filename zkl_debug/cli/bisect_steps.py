@@ -30,7 +30,9 @@ def loop_choices[F: Callable[..., Any]](function: F) -> F:
 _LOOP: tuple[Callable[[Any], Any], ...] = (
     click.option("--bed", default="grpo", show_default=True, help="The loop to run."),
     click.option("--fault", default=None, metavar="ID", help="Put a known defect in (see `zkl-debug beds`)."),
-    click.option("--layout", type=click.Choice(["colocated-shared", "colocated-inference-model"]), default=None),
+    click.option(
+        "--layout", type=click.Choice(["colocated-shared", "colocated-inference-model", "dedicated"]), default=None
+    ),
     click.option("--steps", type=click.IntRange(1), default=8, show_default=True, help="Steps of the loop."),
     click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default=None),
     click.option("--seed", type=int, default=0, show_default=True),

@@ -8,10 +8,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from zkl_debug.errors import UsageError
+
 if TYPE_CHECKING:
     import torch
 
+    from zkl_debug.beds.grpo.layouts import InferenceModelLayout
     from zkl_debug.beds.grpo.loop import GrpoLoop
+
+
+def _second(loop: GrpoLoop) -> InferenceModelLayout:
+    """The layout of a loop whose engine is in this process.
+
+    Raises:
+        UsageError: the engine is in another process, where nothing can be replaced from here.
+    """
+    from zkl_debug.beds.grpo.layouts import InferenceModelLayout, SharedLayout
+
+    if not isinstance(loop.layout, InferenceModelLayout | SharedLayout):
+        raise UsageError(f"fault in layout {loop.options.layout}", "a colocated layout")
+    return loop.layout  # type: ignore[return-value]
 
 
 @contextmanager
@@ -51,7 +67,7 @@ def shuffled_twice(loop: GrpoLoop) -> Iterator[None]:
     """After the transfer the rows of a weight are shuffled for a kernel, and shuffled once more."""
     import torch
 
-    parameter = dict(loop.layout.engine_model.named_parameters())["decoder.layers.0.mlp.linear_fc1.weight"]
+    parameter = dict(_second(loop).engine_model.named_parameters())["decoder.layers.0.mlp.linear_fc1.weight"]
     order = torch.arange(parameter.shape[0]).reshape(-1, 4).T.reshape(-1)
 
     def wrap(original: Callable[[], None]) -> Callable[[], None]:
@@ -73,7 +89,7 @@ def sent_as(name: str, dtype: str) -> Callable[[GrpoLoop], Any]:
     def breaks(loop: GrpoLoop) -> Iterator[None]:
         import torch
 
-        parameter = dict(loop.layout.engine_model.named_parameters())[name]
+        parameter = dict(_second(loop).engine_model.named_parameters())[name]
 
         def wrap(original: Callable[[], None]) -> Callable[[], None]:
             def refit() -> None:
@@ -94,7 +110,7 @@ def experts_off_by_one(loop: GrpoLoop) -> Iterator[None]:
     """Expert i of the engine gets the weights of expert i + 1."""
     import torch
 
-    named = dict(loop.layout.engine_model.named_parameters())
+    named = dict(_second(loop).engine_model.named_parameters())
     experts = sorted(n for n in named if ".local_experts." in n)
 
     def of(name: str, shift: int) -> str:
@@ -121,7 +137,7 @@ def untied_copy(loop: GrpoLoop) -> Iterator[None]:
     """The engine's tied output layer works on a clone of the embedding, made when the engine was built."""
     from zkl_debug.engines.patching import PatchSet
 
-    model = loop.layout.engine_model
+    model = _second(loop).engine_model
     clone = model.shared_embedding_or_output_weight().detach().clone()  # type: ignore[operator]
     with PatchSet() as patches:
         patches.set(model, "output_weight_copy", clone, create=True)
@@ -134,7 +150,7 @@ def float_head(loop: GrpoLoop) -> Iterator[None]:
     """The engine's output layer keeps a float32 copy of its weight, made at first use and never refreshed."""
     from zkl_debug.engines.patching import PatchSet
 
-    layer: Any = loop.layout.engine_model.output_layer
+    layer: Any = _second(loop).engine_model.output_layer
     plain = layer.forward
 
     def forward(self: Any, hidden: torch.Tensor, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +174,7 @@ def old_backup(loop: GrpoLoop) -> Iterator[None]:
 
     from zkl_debug.engines.patching import PatchSet
 
-    layout: Any = loop.layout
+    layout: Any = _second(loop)
     named = dict(layout.engine_model.named_parameters())
     engine = layout.generator.engine
     layout.backups = deque()
@@ -234,8 +250,8 @@ def blocks_freed_at_sleep(loop: GrpoLoop) -> Iterator[None]:
     """From step 4 on sleeping gives KV blocks back to the pool though requests in flight still point to them."""
     from zkl_debug.engines.patching import PatchSet
 
-    engine = loop.layout.generator.engine
-    allocator = loop.layout.generator.context.kv_block_allocator
+    engine = _second(loop).generator.engine
+    allocator = _second(loop).generator.context.kv_block_allocator
 
     def wrap(original: Callable[[], None]) -> Callable[[], None]:
         def suspend() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from zkl_debug.beds.grpo.data import Batch
 from zkl_debug.beds.grpo.layouts import fresh_engine
 from zkl_debug.beds.grpo.record import Rollout, StepRecord, sequences_of
+from zkl_debug.beds.grpo.side import LocalSide
 from zkl_debug.beds.grpo.watch import Kept
 from zkl_debug.bisect.outcome import Outcome
 from zkl_debug.bisect.steps import Onset, Swap, SwapVerdict, classify_swap, next_steps, swap_cells
@@ -18,7 +19,6 @@ from zkl_debug.schema import Json
 
 if TYPE_CHECKING:
     from zkl_debug.beds.grpo.loop import GrpoLoop
-    from zkl_debug.engines.megatron.rollout import RolloutGenerator
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class CellRunner:
     def __init__(self, loop: GrpoLoop, kept: Mapping[int, Kept], say: Callable[[str], None]) -> None:
         self.loop, self.kept, self.say = loop, kept, say
         self.done: dict[tuple[str, int, int], Cell] = {}
-        self._fresh: dict[int, RolloutGenerator] = {}
+        self._fresh: dict[int, LocalSide] = {}
 
     def cell(self, engine: str, state: int, data: int) -> Cell:
         """The cell, run unless it was run before."""
@@ -88,24 +88,21 @@ class CellRunner:
         self.kept[state].image.restore()
         self.loop.step, self.loop.version = state, self.kept[state].version
 
-    def fresh(self, state: int) -> RolloutGenerator:
+    def fresh(self, state: int) -> LocalSide:
         """A new engine with the trainer's weights of a step. Its prefix cache is emptied before every use."""
-        from zkl_debug.engines.megatron.refit import drop_prefix_cache
-
         if state not in self._fresh:
             self.put(state)
             self._fresh[state] = fresh_engine(self.loop.options, self.loop.layout.trainer)
         engine = self._fresh[state]
         if self.loop.options.kv != "recompute":
-            drop_prefix_cache(engine.context)
+            engine.invalidate()
         return engine
 
     def _run(self, engine: str, state: int, batch: Batch) -> Cell:
         other = self.fresh(state) if engine == "fresh" else None
         self.put(state)
-        generator = other or self.loop.layout.generator
         results = self.loop.generate(batch, other)
-        uses = tuple(generator.uses)
+        uses = tuple((other or self.loop.layout.side).uses)
         return Cell(engine, state, batch.step, sequences_of(results, self.loop.score(results), uses))
 
     # ---- questions ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zkl_debug.beds.grpo.options import GrpoOptions
-from zkl_debug.beds.grpo.watch import values_of
+from zkl_debug.beds.grpo.side import values_of
 from zkl_debug.errors import CaptureInvalid, Refused
 
 if TYPE_CHECKING:

@@ -110,7 +110,7 @@ def find_drift(
     with ExitStack() as stack:
         loop = stack.enter_context(open_loop(options))
         drift = Drift(loop.options)
-        drift.parameters = len(list(loop.layout.engine_model.parameters()))
+        drift.parameters = loop.layout.side.parameters
         session = stack.enter_context(_stored(out / "loop", loop)) if out is not None else None
         watch = LoopWatch(loop, keep=keep, session=session, light=light)
         started = time.perf_counter()
@@ -295,11 +295,10 @@ def _operator(drift: Drift, runner: CellRunner, bad: int, out: Path | None, say:
     batch = runner.kept[bad].batch
     lengths = {s: len(batch.prompts[batch.group(s)]) for s in range(len(batch.generate))}
     say(f"step {bad} once more, captured on both sides")
-    with Capture(loop.layout.engine_model, folder / "gen", "gen", meta=meta) as gen:
-        gen.set_step(bad, runner.kept[bad].version)
-        results = loop.generate(batch)
+    version = runner.kept[bad].version
+    results = loop.layout.side.capture(folder / "gen", meta, bad, version, batch.requests(), batch.seed)
     with Capture(loop.layout.trainer, folder / "train", "train", meta=meta) as train:
-        train.set_step(bad, runner.kept[bad].version)
+        train.set_step(bad, version)
         train.adapter.prompt_lens.update(lengths)  # type: ignore[union-attr]
         loop.score(results)
     drift.captures = str(folder)

@@ -43,6 +43,9 @@ class LoopFault:
         breaks: context manager factory; the defect is there inside.
         answer: the known right answer.
         options: fields of the options it needs.
+        second_model: the engine must have weights of its own.
+        everywhere: ``breaks`` replaces functions of a process and needs no object of the loop; in the dedicated layout
+            it is put into both processes.
     """
 
     id: str
@@ -51,10 +54,19 @@ class LoopFault:
     breaks: Callable[[GrpoLoop], AbstractContextManager[Any]]
     answer: LoopAnswer
     options: Mapping[str, Any] = field(default_factory=dict)
+    second_model: bool = False
+    everywhere: bool = False
+
+    def breaks_everywhere(self) -> AbstractContextManager[Any]:
+        """The defect in the engine's own process, where it is one of functions and not of this loop's objects."""
+        return self.breaks(None) if self.everywhere else nullcontext()  # type: ignore[arg-type]
 
     def adjust(self, options: GrpoOptions) -> GrpoOptions:
         """``options`` with the fields this fault needs."""
-        return replace(options, **self.options) if self.options else options
+        fields = dict(self.options)
+        if self.second_model and options.layout == "colocated-shared":
+            fields["layout"] = "colocated-inference-model"
+        return replace(options, **fields) if fields else options
 
 
 LOOP_FAULTS: dict[str, LoopFault] = {}
@@ -79,7 +91,6 @@ def loop_fault(name: str | None) -> LoopFault:
     return found
 
 
-_SECOND = {"layout": "colocated-inference-model"}
 _FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 _ROUTER = "decoder.layers.1.mlp.router.weight"
 _NOT_SENT = "decoder.layers.1.self_attention.linear_proj.weight"
@@ -105,7 +116,7 @@ register(
         "trl#5312",
         breaks.old_backup,
         LoopAnswer("state", 4, "wake", "version v-2", ("*",)),
-        _SECOND,
+        second_model=True,
     ),
     LoopFault(
         "S8",
@@ -121,7 +132,7 @@ register(
         "prime-rl#2438",
         breaks.float_head,
         LoopAnswer("state", 2, "refit", "cast (version v-1)", ("output_layer.weight_fp32",)),
-        _SECOND,
+        second_model=True,
     ),
     LoopFault(
         "W1",
@@ -129,7 +140,8 @@ register(
         "verl#7495",
         breaks.nothing_sent,
         LoopAnswer("state", 2, "refit", "version v-1", ("*",)),
-        _SECOND,
+        second_model=True,
+        everywhere=True,
     ),
     LoopFault(
         "W2",
@@ -137,7 +149,8 @@ register(
         "torchtitan#2402",
         breaks.untied_copy,
         LoopAnswer("state", 2, "refit", "version v-1", ("output_weight_copy",)),
-        {**_SECOND, "tied": True},
+        {"tied": True},
+        second_model=True,
     ),
     LoopFault(
         "W3",
@@ -145,7 +158,8 @@ register(
         "prime-rl#2714",
         breaks.one_missing(_NOT_SENT),
         LoopAnswer("state", 2, "refit", "version v-1", (_NOT_SENT,)),
-        _SECOND,
+        second_model=True,
+        everywhere=True,
     ),
     LoopFault(
         "W5",
@@ -153,7 +167,7 @@ register(
         "sglang#28963",
         breaks.shuffled_twice,
         LoopAnswer("state", 2, "refit", "permutation", (_FC1,)),
-        _SECOND,
+        second_model=True,
     ),
     LoopFault(
         "W9",
@@ -161,7 +175,8 @@ register(
         "AReaL#1595",
         breaks.experts_off_by_one,
         LoopAnswer("state", 2, "refit", "version v of", ("decoder.layers.1.mlp.experts.*",)),
-        {**_SECOND, "experts": 4},
+        {"experts": 4},
+        second_model=True,
     ),
     LoopFault(
         "P3",
@@ -169,7 +184,8 @@ register(
         "prime-rl#3524",
         breaks.sent_as(_ROUTER, "bfloat16"),
         LoopAnswer("state", 2, "refit", "dtype-rounded", (_ROUTER,)),
-        {**_SECOND, "experts": 4, "dtype": "fp32"},
+        {"experts": 4, "dtype": "fp32"},
+        second_model=True,
     ),
     LoopFault(
         "K2",
@@ -178,6 +194,7 @@ register(
         breaks.linear_by_size,
         LoopAnswer("data", 4),
         {"long_from": 4, "long_groups": (5,), "long_length": 25, "alone_from": 30, "returns_at": 0},
+        everywhere=True,
     ),
     LoopFault(
         "D1",
@@ -193,5 +210,6 @@ register(
             "prefix_caching": False,
             "max_tokens": 512,
         },
+        everywhere=True,
     ),
 )

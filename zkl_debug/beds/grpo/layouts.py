@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from zkl_debug.beds.grpo.options import GrpoOptions
+from zkl_debug.beds.grpo.side import EngineSide, LocalSide
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from zkl_debug.beds.grpo.dedicated import Worker
     from zkl_debug.engines.megatron.generation import GenConfig
     from zkl_debug.engines.megatron.model import ModelSpec
-    from zkl_debug.engines.megatron.rollout import RolloutGenerator
 
 
 class Layout(Protocol):
@@ -22,12 +23,8 @@ class Layout(Protocol):
         """The model that is trained and scores."""
 
     @property
-    def engine_model(self) -> nn.Module:
-        """The model that generates."""
-
-    @property
-    def generator(self) -> RolloutGenerator:
-        """The engine."""
+    def side(self) -> EngineSide:
+        """What generates."""
 
     def refit(self) -> None:
         """Bring the trainer's weights to the engine, which is asleep."""
@@ -66,7 +63,7 @@ def gen_config(options: GrpoOptions) -> GenConfig:
     )
 
 
-def _model(options: GrpoOptions) -> nn.Module:
+def bed_model(options: GrpoOptions) -> nn.Module:
     """The model of a run, from its seed. A tied one gets a smaller embedding, or its logits would be all or nothing."""
     import torch
 
@@ -79,18 +76,18 @@ def _model(options: GrpoOptions) -> nn.Module:
     return model
 
 
-def fresh_engine(options: GrpoOptions, weights: nn.Module) -> RolloutGenerator:
+def fresh_engine(options: GrpoOptions, weights: nn.Module) -> LocalSide:
     """An engine nothing has happened to, over a new model with a plain copy of ``weights``."""
     import torch
 
     from zkl_debug.engines.megatron.rollout import RolloutGenerator
 
-    model = _model(options)
+    model = bed_model(options)
     given = dict(weights.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(given[name])
-    return RolloutGenerator(model, gen_config(options))
+    return LocalSide(RolloutGenerator(model, gen_config(options)))
 
 
 class SharedLayout:
@@ -99,9 +96,10 @@ class SharedLayout:
     def __init__(self, options: GrpoOptions) -> None:
         from zkl_debug.engines.megatron.rollout import RolloutGenerator
 
-        self.trainer = _model(options)
+        self.trainer = bed_model(options)
         self.engine_model = self.trainer
         self.generator = RolloutGenerator(self.trainer, gen_config(options))
+        self.side = LocalSide(self.generator, (self,))
 
     def refit(self) -> None:
         """The weights are the engine's already."""
@@ -113,9 +111,10 @@ class InferenceModelLayout:
     def __init__(self, options: GrpoOptions) -> None:
         from zkl_debug.engines.megatron.rollout import RolloutGenerator
 
-        self.trainer = _model(options)
-        self.engine_model = _model(options).eval()
+        self.trainer = bed_model(options)
+        self.engine_model = bed_model(options).eval()
         self.generator = RolloutGenerator(self.engine_model, gen_config(options))
+        self.side = LocalSide(self.generator, (self,))
 
     def refit(self) -> None:
         """mcore's own resharding, both models in one process."""
@@ -124,12 +123,13 @@ class InferenceModelLayout:
         swap_weights(self.trainer, self.engine_model)
 
 
-def build_layout(options: GrpoOptions) -> Layout:
-    """The layout of a run."""
+def build_layout(options: GrpoOptions, worker: Worker | None = None) -> Layout:
+    """The layout of a run; ``worker`` is the engine's process of a dedicated one."""
     if options.layout == "colocated-shared":
         return SharedLayout(options)
     if options.layout == "colocated-inference-model":
         return InferenceModelLayout(options)
-    from zkl_debug.errors import UsageError
+    from zkl_debug.beds.grpo.dedicated import DedicatedLayout
 
-    raise UsageError(f"layout {options.layout} runs in two processes", "zkl-debug bisect steps with a colocated layout")
+    assert worker is not None
+    return DedicatedLayout(options, worker)

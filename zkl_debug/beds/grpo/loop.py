@@ -16,12 +16,12 @@ from zkl_debug.beds.grpo.layouts import Layout, build_layout, model_spec
 from zkl_debug.beds.grpo.loss import LossConfig, clipped_loss
 from zkl_debug.beds.grpo.options import GrpoOptions
 from zkl_debug.beds.grpo.record import F32, StepRecord, make_record
+from zkl_debug.beds.grpo.side import EngineSide
 from zkl_debug.stack import resolve
 
 if TYPE_CHECKING:
     from zkl_debug.capture.events import EventLog
     from zkl_debug.engines.megatron.generation import GenResult
-    from zkl_debug.engines.megatron.rollout import RolloutGenerator
     from zkl_debug.engines.megatron.scoring import MicroBatch
 
 #: Keys are padded to this many in the bed's attention; sequences are shorter, and zeros change no sum.
@@ -75,7 +75,7 @@ class GrpoLoop:
             self.prepare()
         self.on_ready(self, batch)
         results = self.generate(batch)
-        uses = tuple(self.layout.generator.uses)
+        uses = tuple(self.layout.side.uses)
         scored = self.score(results)
         version = self.version
         loss, norm = self.update(results, scored, batch)
@@ -89,19 +89,14 @@ class GrpoLoop:
         with self._around("refit"):
             self.layout.refit()
         if self.options.invalidate and self.options.prefix_caching and self.options.kv != "recompute":
-            from zkl_debug.engines.megatron.refit import drop_prefix_cache
-
             with self._around("cache_reset"):
-                drop_prefix_cache(self.layout.generator.context)
+                self.layout.side.invalidate()
 
-    def generate(self, batch: Batch, generator: RolloutGenerator | None = None) -> list[GenResult]:
+    def generate(self, batch: Batch, side: EngineSide | None = None) -> list[GenResult]:
         """Rollouts of a batch by the loop's engine, or by another one."""
-        engine = generator or self.layout.generator
-        engine.model.eval()
-        engine.reseed(batch.seed)
-        engine.naps = (self.options.nap,) if self.options.nap else ()
+        naps = (self.options.nap,) if self.options.nap else ()
         with self._around("generate"):
-            return engine.generate(batch.requests())
+            return (side or self.layout.side).generate(batch.requests(), batch.seed, naps)
 
     def score(self, results: Sequence[GenResult]) -> dict[int, F32]:
         """The trainer's log-probs of tokens 1..n-1 of every sequence, by sample, before the update."""
@@ -170,9 +165,8 @@ class GrpoLoop:
 
 
 @contextmanager
-def open_loop(options: GrpoOptions) -> Iterator[GrpoLoop]:
-    """A loop with everything it needs (backend, world, stack, models, engine, fault), taken down after the block."""
-    from zkl_debug.beds.grpo.faults_loop import loop_fault
+def surroundings(options: GrpoOptions) -> Iterator[None]:
+    """What a process of the loop needs: threads, CPU backend, a world, the stack."""
     from zkl_debug.beds.run import _threads
     from zkl_debug.engines.cpu import cpu_backend
     from zkl_debug.engines.megatron import refit, world
@@ -180,19 +174,33 @@ def open_loop(options: GrpoOptions) -> Iterator[GrpoLoop]:
     from zkl_debug.stack import attention
     from zkl_debug.stack.switches import applied
 
-    fault = loop_fault(options.fault)
-    options = fault.adjust(options)
-    switches = resolve(options.stack, options.switches)
     with ExitStack() as stack:
         stack.enter_context(_threads(options.threads))
         stack.enter_context(cpu_backend())
         stack.enter_context(world.world())
         refit.forget_plans()
         stack.callback(refit.forget_plans)
-        stack.enter_context(applied(switches))
+        stack.enter_context(applied(resolve(options.stack, options.switches)))
         patches = stack.enter_context(PatchSet())
         patches.set(attention, "MIN_KEYS", _MIN_KEYS)
-        loop = GrpoLoop(options, build_layout(options))
+        yield
+
+
+@contextmanager
+def open_loop(options: GrpoOptions) -> Iterator[GrpoLoop]:
+    """A loop with everything it needs, from processes to the fault; all of it is taken down after the block."""
+    from zkl_debug.beds.grpo.dedicated import Worker
+    from zkl_debug.beds.grpo.faults_loop import loop_fault
+
+    fault = loop_fault(options.fault)
+    options = fault.adjust(options)
+    with ExitStack() as stack:
+        worker: Worker | None = None
+        if options.layout == "dedicated":
+            worker = Worker(options)  # forked while this process is still plain
+            stack.callback(worker.close)
+        stack.enter_context(surroundings(options))
+        loop = GrpoLoop(options, build_layout(options, worker))
         stack.enter_context(fault.breaks(loop))
         yield loop
 

@@ -9,11 +9,8 @@ from zkl_debug.beds.grpo.record import Rollout, StepRecord
 from zkl_debug.diff.state import StateFinding, confirmed
 
 if TYPE_CHECKING:
-    import torch
-
     from zkl_debug.beds.grpo.cells import CellRunner
     from zkl_debug.beds.grpo.watch import LoopWatch
-    from zkl_debug.engines.megatron.rollout import RolloutGenerator
 
 _MOST = 4  # blocks that are computed again; the others keep the evidence of their digests
 
@@ -42,7 +39,7 @@ def prove_blocks(
         rollout = place[0]
         index = next(use.blocks.index(block) for use in rollout.uses if block in use.blocks)
         runner.put(record.step)
-        live = _content(runner.loop.layout.generator, block)
+        live = runner.loop.layout.side.block(block)
         then = _again(runner, steps[source.version], rollout, index)
         now = _again(runner, record.step, rollout, index)
         runner.put(record.step)
@@ -50,8 +47,8 @@ def prove_blocks(
             out.append(finding)
             continue
         facts = {
-            "bytes_of_old_weights": bool(live.equal(then)),
-            "bytes_of_current_weights": bool(live.equal(now)),
+            "bytes_of_old_weights": live == then,
+            "bytes_of_current_weights": live == now,
             "proved_with": {"sample": rollout.sample, "block_of_prompt": index},
         }
         is_proved = facts["bytes_of_old_weights"] and not facts["bytes_of_current_weights"]
@@ -59,26 +56,11 @@ def prove_blocks(
     return out
 
 
-def _content(generator: RolloutGenerator, block: int) -> torch.Tensor | None:
-    """K and V of all layers of one block, as raw bytes."""
-    import torch
-
-    buffer = getattr(generator.context, "memory_buffer", None)
-    if buffer is None:
-        return None
-    axis = 2 if buffer.dim() == 6 else 1
-    if buffer.untyped_storage().nbytes() < buffer.numel() * buffer.element_size():  # offloaded: read the backup
-        buffer = generator.context._offloadable_cpu_backups["memory_buffer"]
-    content: torch.Tensor = buffer.select(axis, block).contiguous().clone().view(torch.uint8)
-    return content
-
-
-def _again(runner: CellRunner, step: int, rollout: Rollout, index: int) -> torch.Tensor | None:
+def _again(runner: CellRunner, step: int, rollout: Rollout, index: int) -> bytes | None:
     """The same block of the same prompt, computed by a new engine with the weights of a step."""
     from zkl_debug.engines.megatron.generation import Request
 
     engine = runner.fresh(step)
-    engine.naps = ()
-    engine.generate([Request(rollout.sample, rollout.tokens[: rollout.prompt_length], 1)])
+    engine.generate([Request(rollout.sample, rollout.tokens[: rollout.prompt_length], 1)], 0)
     blocks = engine.uses[-1].blocks
-    return _content(engine, blocks[index]) if index < len(blocks) else None
+    return engine.block(blocks[index]) if index < len(blocks) else None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from zkl_debug.beds.grpo.data import Batch
+from zkl_debug.beds.grpo.side import Restorable, values_of
 from zkl_debug.capture.events import EventLog
 from zkl_debug.capture.image import Image, module_objects
-from zkl_debug.capture.walk import walk
 from zkl_debug.diff.state_values import Values
 from zkl_debug.schema import Json
 
@@ -35,7 +36,7 @@ class Kept:
 
     batch: Batch
     version: int
-    image: Image
+    image: Restorable
     weights: dict[str, torch.Tensor]
 
 
@@ -56,26 +57,19 @@ class LoopWatch:
     def __init__(
         self, loop: GrpoLoop, *, keep: int | None = None, session: CaptureSession | None = None, light: bool = False
     ) -> None:
-        from zkl_debug.engines.megatron.kv import kv_source
-
         self.loop = loop
         self.keep = keep
         self.kept: OrderedDict[int, Kept] = OrderedDict()
         self.image_seconds = 0.0
-        generator = loop.layout.generator
-        source = kv_source(generator.context, lambda: generator.uses)
-        roots = {"train": loop.layout.trainer, "gen": loop.layout.engine_model}
-        self.log = EventLog(roots, {"gen": source}, session=session, before=not light)
+        self.log = EventLog({"train": loop.layout.trainer}, session=session, before=not light)
 
     def __enter__(self) -> Self:
-        loop, engine = self.loop, self.loop.layout.generator.engine
+        loop = self.loop
         self.log.step, self.log.version = loop.step, loop.version
+        loop.layout.side.attach(self.log)
         self.log.mark("build")
-        self.log.instrument(engine, "resume", "wake")
-        self.log.instrument(engine, "suspend", "sleep")
-        models = {id(m): m for m in (loop.layout.trainer, loop.layout.engine_model)}
-        for model in models.values():
-            self.log.instrument(model, "train", "mode", state=False)
+        if self.log.roots.get("gen") is not loop.layout.trainer:
+            self.log.instrument(loop.layout.trainer, "train", "mode", state=False)
         loop.events = self.log
         loop.on_ready = self._ready
         return self
@@ -88,7 +82,8 @@ class LoopWatch:
     def _ready(self, loop: GrpoLoop, batch: Batch) -> None:
         started = time.perf_counter()
         weights = {name: p.detach().clone() for name, p in loop.layout.trainer.named_parameters()}
-        self.kept[batch.step] = Kept(batch, loop.version, Image(held_objects(loop)), weights)
+        image = _Images([Image(module_objects(loop.layout.trainer)), loop.layout.side.image()])
+        self.kept[batch.step] = Kept(batch, loop.version, image, weights)
         while self.keep is not None and len(self.kept) > self.keep:
             self.kept.popitem(last=False)
         self.image_seconds += time.perf_counter() - started
@@ -105,33 +100,28 @@ class LoopWatch:
         }
 
 
-def held_objects(loop: GrpoLoop) -> list[Any]:
-    """Every object whose contents decide what a step's generation and scoring give."""
-    layout, context = loop.layout, loop.layout.generator.context
-    inner = ("kv_block_allocator", "mamba_slot_allocator", "mamba_metadata")
-    parts = [getattr(context, name, None) for name in inner]
-    models = module_objects(layout.trainer, layout.engine_model)
-    return [layout, *models, context, *(p for p in parts if p is not None)]
+class _Images:
+    """Several images that are put back together."""
 
+    def __init__(self, parts: Sequence[Restorable]) -> None:
+        self.parts = tuple(parts)
 
-def values_of(tensor: torch.Tensor) -> Values:
-    """A copy of a tensor as raw bits."""
-    import numpy as np
-    import torch
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(part.nbytes for part in self.parts)
 
-    flat = tensor.detach().cpu().contiguous().clone()
-    if flat.dim() == 0:
-        flat = flat.reshape(1)
-    width = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
-    as_torch, as_numpy = width.get(flat.element_size(), (torch.int64, np.uint64))
-    return Values(flat.view(as_torch).numpy().view(as_numpy), str(tensor.dtype).removeprefix("torch."))
+    def restore(self) -> None:
+        """Put all of them back."""
+        for part in self.parts:
+            part.restore()
 
 
 class LoopValues:
     """Values of the engine as it is now, and of the trainer's parameters in every kept step."""
 
     def __init__(self, watch: LoopWatch) -> None:
-        self._engine = {f.path: values_of(f.tensor) for f in walk(watch.loop.layout.engine_model).found}
+        self._engine = watch.loop.layout.side.values()
         self._weights = {kept.version: kept.weights for kept in watch.kept.values()}
 
     def engine(self, path: str) -> Values | None:

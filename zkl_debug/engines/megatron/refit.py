@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from zkl_debug.engines.cpu import quiet
@@ -41,6 +42,30 @@ def swap_weights(
         refit.swap_model_weights(
             source, target, "gloo", group=group, src_rank_offset=source_offset, dst_rank_offset=target_offset
         )
+
+
+def join_refit_group(path: str, rank: int, size: int) -> Any:
+    """A gloo group of processes that are each in a world of their own, for refits only.
+
+    Args:
+        path: a file all of them can reach; made by the first, and new for every group.
+        rank: of this process in the group.
+        size: processes in the group; returns when all have joined.
+    """
+    from datetime import timedelta
+
+    import torch.distributed
+
+    dist: Any = torch.distributed  # its stores and backends are not in torch's type stubs
+    store = dist.PrefixStore("refit", dist.FileStore(path, size))
+    group = dist.ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=120))
+    gloo._set_sequence_number_for_group()
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    # Point-to-point calls translate ranks through this table, which new_group would have filled.
+    dist.distributed_c10d._world.pg_group_ranks[group] = {r: r for r in range(size)}
+    return group
 
 
 def forget_plans() -> None:
