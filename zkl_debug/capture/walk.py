@@ -168,9 +168,10 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     found = list(getattr(value, "__dict__", {}).items())
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found.append((name, getattr(value, name)))
+        names = (slots,) if isinstance(slots, str) else slots
+        found.extend(
+            (n, getattr(value, n)) for n in names if n not in ("__dict__", "__weakref__") and hasattr(value, n)
+        )
     return found
 
 

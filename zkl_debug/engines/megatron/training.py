@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -49,7 +50,7 @@ class MasterAdamW:
             for master, parameter in zip(self.masters, self.parameters, strict=True):
                 parameter.copy_(master)
                 parameter.grad = None
-        return total**0.5
+        return math.sqrt(total)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all tensors that a later step depends on, by name."""
