@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zkl_debug.store.writer import CaptureWriter
 
 _NO_DIGEST = np.zeros((0, 2), np.uint64)
-_ALIAS_KEEP = 6  # tensors whose digests are kept for the next hooks of the same frame
+_ALIAS_KEEP = 24  # tensors whose digests are kept for the next hooks of the same frame
 
 
 @dataclass(frozen=True)
@@ -350,13 +350,13 @@ class CaptureSession:
 def _reuse_key(source: torch.Tensor | None, rows: torch.Tensor) -> tuple[Any, ...] | None:
     """Key under which digests of ``source`` may be used again in this frame; None where a write could go unnoticed.
 
-    The same object, storage, version and row shape are all needed. Storage and version alone are not enough:
+    The same object, storage, version and number of rows are all needed. Storage and version alone are not enough:
     assigning ``.data`` gives a new tensor the old storage with a version counter of its own. Inference tensors have no
     counter, and kernels on a GPU may write without touching it.
     """
     if source is None or source.is_inference() or source.device.type != "cpu":
         return None
-    return (id(source), source.data_ptr(), source._version, tuple(rows.shape))
+    return (id(source), source.data_ptr(), source._version, rows.shape[0])
 
 
 def make_label_rows(
