@@ -233,7 +233,8 @@ def _elementwise(found: Values, other: Values) -> dict[str, Json] | None:
             return None
         unit = 2.0 ** -dtype_info(found.dtype).mantissa_bits
         for form, detail, values in _functions(a, b, unit):
-            if _rounds_to(values, a, unit):
+            scale = np.maximum(np.abs(a), np.abs(b)) if form == "offset" else np.abs(a)  # a sum may cancel
+            if (np.abs(a - values) <= unit * scale + np.finfo(np.float64).tiny).all():
                 return {"form": form, **detail}
     return None
 
@@ -251,11 +252,6 @@ def _functions(
         yield "offset", {"offset": offset}, b + offset
     yield "negative exponential", {}, -np.exp(b)
     yield "exponential", {}, np.exp(b)
-
-
-def _rounds_to(values: NDArray[np.float64], found: NDArray[np.float64], unit: float) -> bool:
-    """Whether ``values`` are ``found`` up to one unit in the last place, in every element."""
-    return bool((np.abs(found - values) <= unit * np.abs(found) + np.finfo(np.float64).tiny).all())
 
 
 _FORMS: tuple[Callable[[Values, Values], dict[str, Json] | None], ...] = (
