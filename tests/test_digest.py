@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zkl_debug import digest
+from zkl_debug import digest, digest_int8
 from zkl_debug.digest_torch import digest_tensor, row_bytes
 
 GAMMA, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -120,6 +120,30 @@ def test_blocks_and_threads_do_not_matter(shape: tuple[int, int]) -> None:
     wide = np.zeros((shape[0], shape[1] + 3), np.uint8)
     wide[:, 3:] = raw
     assert np.array_equal(digest.digest_rows(wide[:, 3:]), naive(raw))
+
+
+@pytest.mark.parametrize(
+    ("shape", "lane_offset"),
+    [((1, 4), 0), ((3, 8), 5), ((257, 4096), 0), ((96, 11264), 3), ((5, 70_000 * 4), 1), ((2, 140_000 * 4), 0)],
+)
+def test_int8_product_gives_the_same_bits(shape: tuple[int, int], lane_offset: int) -> None:
+    raw = np.random.default_rng(7).integers(0, 256, shape, np.uint8)
+    for fill in (0x00, 0x7F, 0x80, 0xFF):  # the extremes of signed and unsigned bytes add up without overflow
+        raw[-1] = fill
+        got = digest_int8.digest_lanes(torch.from_numpy(raw.view("<i4")), lane_offset)
+        assert np.array_equal(got, digest.digest_rows(raw, lane_offset))
+    strided = np.zeros((shape[0], 3, shape[1]), np.uint8)
+    strided[:, 1] = raw
+    lanes = torch.from_numpy(strided.view("<i4"))[:, 1]
+    assert np.array_equal(digest_int8.digest_lanes(lanes, lane_offset), digest.digest_rows(raw, lane_offset))
+
+
+def test_a_product_with_wrong_bits_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32))
+    monkeypatch.setattr(digest_int8, "_verdict", None)
+    assert not digest_int8.available()
+    big = torch.arange(1 << 18, dtype=torch.int32).reshape(64, -1)
+    assert np.array_equal(digest_tensor(big, 64), digest.digest_array(big.numpy()))
 
 
 def test_weights_do_not_depend_on_how_they_were_asked_for() -> None:

@@ -1,7 +1,8 @@
 """multilinear-128 of torch tensors; the same bits as :mod:`zkl_debug.digest`.
 
-CPU tensors are read in place through numpy. Nothing here is visible to a dispatch or function mode that is active in
-the program under observation, and no autograd graph is made.
+CPU tensors are read in place: small ones through numpy, large ones through :mod:`zkl_debug.digest_int8`. Nothing here
+is visible to a dispatch or function mode that is active in the program under observation, and no autograd graph is
+made.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zkl_debug import digest
+from zkl_debug import digest, digest_int8
 from zkl_debug.schema import U64
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -46,12 +47,21 @@ def digest_tensor(t: torch.Tensor, rows: int, lane_offset: int = 0) -> U64:
     """
     plain = _plain_bytes(t, rows)
     if plain is not None:
-        return digest.digest_rows(plain, lane_offset)
+        return _host_digest(plain, lane_offset)
     with unobserved():
         raw = _row_bytes(t, rows)
         if raw.device.type == "cpu":
-            return digest.digest_rows(raw.numpy(), lane_offset)
+            return _host_digest(raw.numpy(), lane_offset)
         return _device_digest(raw, lane_offset)
+
+
+def _host_digest(raw: NDArray[np.uint8], lane_offset: int) -> U64:
+    if raw.size < digest_int8.LEAST_BYTES or raw.shape[1] % digest.LANE_BYTES:
+        return digest.digest_rows(raw, lane_offset)
+    with unobserved():
+        if not digest_int8.available():
+            return digest.digest_rows(raw, lane_offset)
+        return digest_int8.digest_lanes(torch.from_numpy(raw.view("<i4")), lane_offset)
 
 
 def row_bytes(t: torch.Tensor, rows: int) -> NDArray[np.uint8]:

@@ -1,7 +1,7 @@
 """What a capture costs: the scoring forward of a CPU model big enough to matter, plain, attached but off, and captured.
 
-The variants take turns within each round and the median over rounds of each is compared, so that a slow drift of the
-machine touches all of them alike.
+The variants take turns within each round, forwards and backwards, and a variant's figure is the median over rounds of
+its ratio to the plain forward of the same round: a slow drift of the machine touches all of them alike.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from typing import Any
 import numpy as np
 
 from zkl_debug.schema import Json
+
+FIRST = "-first"
+VARIANTS = ("plain", "off", "digest" + FIRST, "digest", "payload")
+_TURN = ("plain", "off", "off", "plain", "plain", "off", "digest")  # the smallest ratio takes the most pairs
+_PAYLOAD_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class CaptureBench:
     ffn: int = 2816
     vocab: int = 4096
     tokens: int = 512
-    rounds: int = 7
+    rounds: int = 10
     dtype: str = "fp32"
 
 
@@ -46,7 +51,7 @@ def bench_capture(size: CaptureBench | None = None, progress: Callable[[str], No
     """Time the variants ``plain``, ``off``, ``digest`` and ``payload``; ratios are to ``plain`` of the same run.
 
     Returns:
-        Seconds per forward (median), ratio of each variant, sites and bytes digested, and digest speed in bytes/s.
+        Seconds per forward (median and best), ratio of each variant, sites captured and payload bytes written.
     """
     size = size or CaptureBench()
     from zkl_debug.engines.cpu import cpu_backend
@@ -61,13 +66,16 @@ def bench_capture(size: CaptureBench | None = None, progress: Callable[[str], No
             rng = np.random.default_rng(0)
             tokens = rng.integers(0, size.vocab, size.tokens).tolist()
             batch = scoring.padded_batch(0, [(0, tokens)])
-            times: dict[str, list[float]] = {name: [] for name in ("plain", "off", "digest", "payload")}
+            times: dict[str, list[float]] = {name: [] for name in VARIANTS}
             facts: dict[str, Json] = {}
             scoring.score_microbatch(model, batch)
-            for number in range(size.rounds):
-                for name, values in times.items():
-                    say(f"round {number + 1} of {size.rounds}: {name}")
-                    values.append(_timed(model, batch, name, root / f"{name}{number}", facts))
+            # Payload comes last: the disk still takes its bytes long after, at the cost of whatever is timed then.
+            turns = [_TURN[:: 1 if number % 2 == 0 else -1] for number in range(size.rounds)]
+            for number, turn in enumerate([*turns, *[("payload",)] * _PAYLOAD_ROUNDS]):
+                for name in turn:
+                    say(f"round {number + 1} of {size.rounds + _PAYLOAD_ROUNDS}: {name}")
+                    for label, seconds in _timed(model, batch, name, root / f"{name}{number}", facts).items():
+                        times[label].append(seconds)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return _report(size, times, facts)
@@ -88,27 +96,48 @@ def _model(size: CaptureBench) -> Any:
     return build_model(spec, size.dtype, 0)
 
 
-def _timed(model: Any, batch: Any, name: str, out: Path, facts: dict[str, Json]) -> float:
-    """Seconds of one forward. Attaching and closing are outside the clock; waiting for the writer is inside."""
+def _timed(model: Any, batch: Any, name: str, out: Path, facts: dict[str, Json]) -> dict[str, float]:
+    """Seconds of a forward. Attaching and closing are outside the clock; waiting for the writer is inside.
+
+    The first forward of a capture makes its files and datasets: it is timed by itself, and the one after it is the
+    figure. Payload is timed on the first only, which already writes several hundred MB.
+    """
     from zkl_debug.capture.api import Capture
     from zkl_debug.engines.megatron import scoring
 
     observer: AbstractContextManager[Any] = (
         nullcontext() if name == "plain" else Capture(model, out, "train", level=name)
     )
+    seconds: dict[str, float] = {}
     with observer as capture:
-        begin = time.perf_counter()
-        scoring.score_microbatch(model, batch)
-        if capture is not None and name != "off":
-            capture.session.flush()
-        seconds = time.perf_counter() - begin
+        for label in (name,) if name == "payload" else (name + FIRST, name):
+            begin = time.perf_counter()
+            scoring.score_microbatch(model, batch)
+            if capture is not None and name != "off":
+                capture.session.flush()
+            seconds[label] = time.perf_counter() - begin
         if capture is not None and name == "digest":
             facts["sites"] = len(capture.session.metas)
             facts["errors"] = list(capture.session.errors)
     if name == "payload":
         facts["payload_bytes"] = sum(p.stat().st_size for p in out.rglob("*.h5"))
     shutil.rmtree(out, ignore_errors=True)
-    return seconds
+    return {label: value for label, value in seconds.items() if label in VARIANTS}
+
+
+def _ratio(values: list[float], plain: list[float], rounds: int) -> float:
+    """Median over rounds of the ratio to the plain forwards of the same round; payload has no rounds of its own."""
+    if len(values) % rounds:
+        return statistics.median(values) / statistics.median(plain)
+    return statistics.median(
+        statistics.fmean(mine) / statistics.fmean(base)
+        for mine, base in zip(_by_round(values, rounds), _by_round(plain, rounds), strict=True)
+    )
+
+
+def _by_round(values: list[float], rounds: int) -> list[list[float]]:
+    each = len(values) // rounds
+    return [values[i * each : (i + 1) * each] for i in range(rounds)]
 
 
 def _report(size: CaptureBench, times: dict[str, list[float]], facts: dict[str, Json]) -> dict[str, Json]:
@@ -117,7 +146,7 @@ def _report(size: CaptureBench, times: dict[str, list[float]], facts: dict[str, 
         "size": {k: getattr(size, k) for k in ("layers", "hidden", "ffn", "vocab", "tokens", "rounds", "dtype")},
         "seconds": {k: round(v, 4) for k, v in median.items()},
         "best": {k: round(min(v), 4) for k, v in times.items()},
-        "ratio": {k: round(median[k] / median["plain"], 4) for k in median},
+        "ratio": {k: round(_ratio(v, times["plain"], size.rounds), 4) for k, v in times.items()},
         "ratio_of_best": {k: round(min(times[k]) / min(times["plain"]), 4) for k in times},
         **facts,
     }

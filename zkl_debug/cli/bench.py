@@ -15,7 +15,7 @@ def command() -> None:
 
 
 @command.command("capture")
-@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--hidden", type=int, default=1024, show_default=True)
 @click.option("--layers", type=int, default=8, show_default=True)
 @click.option("--tokens", type=int, default=512, show_default=True)
