@@ -14,6 +14,7 @@ from zkl_debug.diff.answer import affected, edge_summaries
 from zkl_debug.diff.buffers import check_buffers
 from zkl_debug.diff.comparison import Comparison, Progress, compare
 from zkl_debug.diff.coverage import Coverage, measure, never_forwarded
+from zkl_debug.diff.explain import explain
 from zkl_debug.diff.kinds import ReplayOracle
 from zkl_debug.diff.model import WITHIN_EDGES, CaptureLike, Outcome, Refusal, Skip, refuse
 from zkl_debug.diff.refuse import (
@@ -118,6 +119,7 @@ def _diff(
         edge=edge,
         first=first,
         affected=affected(comparison),
+        explanations=explain(comparison),
         edges=edges,
         next=suggestions(comparison, outcome, first, coverage),
         comparison=comparison,

@@ -14,7 +14,7 @@ from zkl_debug.schema import Json
 
 _LEAST = 8  # elements that must agree on one constant
 _LEAST_COLUMN = 4  # rows that must agree on a column's constant
-_NOISE = 6.0  # factors within so many epsilons of 1 are rounding, not a constant
+
 _LEAST_POSITIONS = 8
 
 
@@ -61,7 +61,7 @@ def fit_ratio(pair: Port, slack: float = 2.0) -> Fit | None:
     zero = (x == 0) != (y == 0)
     if zero.any():
         return None
-    return _fit(low, high, 1.0, _NOISE * epsilon(pair.left.dtype))
+    return _fit(low, high, 1.0, _noise(pair))
 
 
 def fit_offset(pair: Port, slack: float = 2.0) -> Fit | None:
@@ -73,7 +73,12 @@ def fit_offset(pair: Port, slack: float = 2.0) -> Fit | None:
     width = (half_widths(pair.left, slack) + half_widths(pair.right, slack))[good]
     middle = (y - x)[good]
     typical = float(np.median(np.maximum(np.abs(x[good]).max(axis=1), np.abs(y[good]).max(axis=1))))
-    return _fit(middle - width, middle + width, 0.0, _NOISE * epsilon(pair.left.dtype) * typical)
+    return _fit(middle - width, middle + width, 0.0, _noise(pair) * typical)
+
+
+def _noise(pair: Port) -> float:
+    """Relative size of a constant that may be rounding: of a float32 reduction, or of a narrow dtype itself."""
+    return max(6 * 2.0**-23, epsilon(pair.left.dtype) / 2 if pair.left.dtype != "float32" else 0.0)
 
 
 def constant_ratio(e: Evidence) -> Finding | None:
@@ -206,7 +211,7 @@ def _pattern(moved: Ints, shape: tuple[int, ...]) -> str:
         table = own.reshape(size, n // size)
         if bool((moved == table.T.ravel()).all()):
             return f"[{size}, {n // size}] read as [{n // size}, {size}]"
-    for size in [shape[-1]] if len(shape) > 1 else _divisors(n):
+    for size in [shape[-1]] if len(shape) > 1 else _divisors(n)[::-1]:
         blocks = moved.reshape(-1, size)
         if size > 1 and _whole_blocks(blocks, size):
             return f"blocks of {size} in the order {(blocks[:, 0] // size).tolist()[:16]}"

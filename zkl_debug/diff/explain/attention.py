@@ -7,15 +7,15 @@ right; one that is not is held against other sets of keys, other scales and othe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 
 import numpy as np
 
 from zkl_debug.bits import F64
+from zkl_debug.diff.explain.attention_math import Row, attend, distance, merged, with_unknown_value
 from zkl_debug.diff.explain.masks import Mask, hypotheses, solve_keys
 from zkl_debug.diff.explain.model import Evidence, Finding, Keys, Strength
-from zkl_debug.diff.explain.numeric import epsilon, rounded, shown
+from zkl_debug.diff.explain.numeric import rounded, shown
 from zkl_debug.diff.model import Bools
 from zkl_debug.schema import Json
 
@@ -23,34 +23,6 @@ _FIT = {"float32": 48.0, "bfloat16": 6.0, "float16": 6.0}
 _LEAST = 2
 _PRECISIONS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _REPLACES = ("reduction-order", "constant-ratio", "constant-offset", "scale-by-position")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One affected row: what it may have read on each side, and what each side gave, [heads, d]."""
-
-    index: int
-    keys: tuple[Keys, Keys]
-    out: tuple[F64, F64]
-
-
-def attend(keys: Keys, use: Bools, scale: float, interleaved: bool = False) -> tuple[F64, F64]:
-    """Exact attention over the keys in ``use``, and the size its rounding is measured by; [heads, d] each."""
-    heads, groups = len(keys.query), keys.key.shape[1]
-    group = np.arange(heads) % groups if interleaved else np.arange(heads) // (heads // groups)
-    k, v = keys.key[use][:, group], keys.value[use][:, group]
-    if not len(k):
-        return np.full_like(keys.query, np.nan), np.ones_like(keys.query)
-    score = np.einsum("hd,nhd->hn", keys.query, k) * scale
-    weight = np.exp(score - score.max(axis=1, keepdims=True))
-    weight /= weight.sum(axis=1, keepdims=True)
-    return np.einsum("hn,nhd->hd", weight, v), np.einsum("hn,nhd->hd", weight, np.abs(v))
-
-
-def distance(out: F64, exact: F64, size: F64, dtype: str) -> float:
-    """Largest error in units of the dtype's epsilon, relative to the summed magnitudes; infinite for NaN."""
-    error = np.abs(out - exact) / (epsilon(dtype) * np.maximum(size, 1e-30))
-    return float(error.max()) if np.isfinite(error).all() else float("inf")
 
 
 def _rows(e: Evidence) -> list[Row]:
@@ -167,7 +139,7 @@ def _split(rows: list[Row], scale: float, dtype: str) -> dict[str, Json] | None:
         return None  # rounding of the parts does not show
     share = {
         name: [
-            float(np.mean([(_merged(row.keys[side], scale, parts, dtype) == row.out[side]).mean() for row in rows]))
+            float(np.mean([(merged(row.keys[side], scale, parts, dtype) == row.out[side]).mean() for row in rows]))
             for side in (0, 1)
         ]
         for name, parts in {"one pass": 1, **{f"{n} parts merged": n for n in (2, 4, 8)}}.items()
@@ -179,49 +151,37 @@ def _split(rows: list[Row], scale: float, dtype: str) -> dict[str, Json] | None:
     return {"left_form": best[0], "right_form": best[1], "words": f"bit for bit {best[0]} against {best[1]}"}
 
 
-def _merged(keys: Keys, scale: float, parts: int, dtype: str) -> F64:
-    """Attention over equal parts of the keys, each rounded to the dtype, merged by their log-sum-exp."""
-    own = np.flatnonzero(keys.own)
-    own = own[np.argsort(keys.position[own], kind="stable")]
-    heads, groups = len(keys.query), keys.key.shape[1]
-    group = np.arange(heads) // (heads // groups)
-    outs, sums = [], []
-    size = max(1, len(own) // parts)
-    cuts = [0, *(size * i for i in range(1, parts)), len(own)]
-    for start, stop in pairwise(cuts):
-        at = own[start:stop]
-        if not len(at):
-            continue
-        score = np.einsum("hd,nhd->hn", keys.query, keys.key[at][:, group]) * scale
-        top = score.max(axis=1, keepdims=True)
-        weight = np.exp(score - top)
-        total = weight.sum(axis=1, keepdims=True)
-        outs.append(rounded(np.einsum("hn,nhd->hd", weight / total, keys.value[at][:, group]), dtype))
-        sums.append((top + np.log(total))[:, 0])
-    share = np.exp(np.stack(sums) - np.logaddexp.reduce(np.stack(sums), axis=0))
-    return rounded(np.einsum("ph,phd->hd", share, np.stack(outs)), dtype)
-
-
 def _other_keys(e: Evidence, rows: list[Row], side: int, scale: float, dtype: str, limit: float) -> Finding | None:
     """A set of keys under which the odd side fits in every row."""
-    for mask in hypotheses([row.keys[side] for row in rows]):
+    masks = list(hypotheses([row.keys[side] for row in rows]))
+    for mask in masks:
         uses = [mask.use(row.keys[side]) for row in rows]
         if all(np.array_equal(use, row.keys[side].own) for use, row in zip(uses, rows, strict=True)):
             continue
-        errors = [_error(row, side, use, scale, dtype, limit) for row, use in zip(rows, uses, strict=True)]
-        if max(errors) <= limit:
-            return _mask_told(e, rows, side, mask, uses, max(errors), limit)
+        error = max(_error(row, side, use, scale, dtype) for row, use in zip(rows, uses, strict=True))
+        if error <= limit:
+            return _mask_told(e, rows, side, mask, uses, error)
+    if len(rows) < _LEAST_UNKNOWN or not all(row.keys[side].uncaptured for row in rows):
+        return None
+    for mask in masks:
+        if not mask.crosses:
+            continue
+        uses = [mask.use(row.keys[side]) for row in rows]
+        error, share = with_unknown_value(rows, uses, side, scale, dtype)
+        if error <= limit and share > 0:
+            return _mask_told(e, rows, side, mask, uses, error, share)
     return None
 
 
-def _error(row: Row, side: int, use: Bools, scale: float, dtype: str, limit: float) -> float:
-    """Distance under a set of keys; a row that the set leaves as it is must fit as it is."""
-    del limit
+_LEAST_UNKNOWN = 4
+
+
+def _error(row: Row, side: int, use: Bools, scale: float, dtype: str) -> float:
     return distance(row.out[side], *attend(row.keys[side], use, scale), dtype)
 
 
 def _mask_told(
-    e: Evidence, rows: list[Row], side: int, mask: Mask, uses: list[Bools], error: float, limit: float
+    e: Evidence, rows: list[Row], side: int, mask: Mask, uses: list[Bools], error: float, unknown: float = 0.0
 ) -> Finding:
     extra = [int((use & ~row.keys[side].own).sum()) for use, row in zip(uses, rows, strict=True)]
     missing = [int((row.keys[side].own & ~use).sum()) for use, row in zip(uses, rows, strict=True)]
@@ -237,7 +197,7 @@ def _mask_told(
         "missing_keys": [min(missing), max(missing)],
         "extra_from_samples": others[:16],
         "error": shown(error),
-        "limit": limit,
+        "share_of_uncaptured_keys": shown(unknown),
     }
     text = (
         f"recomputed in float64, {e.side(bool(side))} is the attention over {mask.words} (within {error:.2g} "
@@ -245,6 +205,8 @@ def _mask_told(
     )
     if others and others != [first.row_sample]:
         text += f"; keys of sample {', '.join(map(str, others[:6]))} entered"
+    if unknown:
+        text += f"; and keys that were not captured (padding slots), with up to {unknown:.1%} of the weight"
     return Finding("mask-fit", text, evidence, Strength.FITTED, (*_REPLACES, "equals-other-sample"))
 
 

@@ -105,10 +105,11 @@ def evidence(comparison: Comparison, edge: str) -> Evidence | None:
         sample=space.sample[named].astype(np.int64),
         position=space.position[named],
         token=space.token[named],
-        inputs=_inputs(chosen),
+        inputs=_inputs(chosen, chosen.read),
         inputs_equal=bool((comparison.done[chosen.site].inputs[chosen.affected] == 0).all()),
         clean=port(chosen, chosen.site, clean) if len(clean) else None,
         clean_position=space.position[clean_row],
+        clean_inputs=_clean_inputs(chosen, clean),
         rows=len(chosen.affected),
         of=len(chosen.present),
         differ=pair.differ,
@@ -140,18 +141,23 @@ def _values(comparison: Comparison, pair: SitePair, where: SiteRows, rows: Ints)
     return Values(np.asarray(gather(pair, where, comparison.space, rows)), site.meta.torch_dtype, site.meta.row_shape)
 
 
-def _inputs(chosen: Chosen) -> dict[str, Port]:
-    """The operator's own input ports in the pairs that are read."""
+def _inputs(chosen: Chosen, pairs: Ints) -> dict[str, Port]:
+    """The operator's own input ports in some pairs."""
     found: dict[str, Port] = {}
     own = chosen.comparison.sites[chosen.site].parsed
-    if own.is_input or not len(chosen.read):
+    if own.is_input or not len(pairs):
         return found
     for i, pair in enumerate(chosen.comparison.sites):
         if pair.parsed.owner == own.owner and pair.parsed.is_input and not pair.differ:
-            values = port(chosen, i, chosen.read)
+            values = port(chosen, i, pairs)
             if values is not None:
                 found[pair.parsed.port] = values
     return found
+
+
+def _clean_inputs(chosen: Chosen, clean: Ints) -> dict[str, Values]:
+    found = _inputs(chosen, clean)
+    return {name: values.left for name, values in found.items() if values.equal}
 
 
 def _clean(chosen: Chosen) -> Ints:

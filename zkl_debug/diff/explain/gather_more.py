@@ -125,6 +125,7 @@ class _Builder:
             row_position=int(space.position[row]),
             row_sample=int(space.sample[row]),
             row_place=int(self.facts.ordinal["place in call"][row]),
+            uncaptured=int(self.facts.ordinal["padding rows in call"][row]),
         )
 
     def _reads(self, row: int, rows: Ints) -> list[tuple[int, Ints]]:

@@ -55,7 +55,7 @@ def _source(comparison: Comparison, site: int, rows: Ints, table: Ints) -> Sourc
         same_chain=found & _same_chain(space, key, space.key[row]),
         same_call=found & _same_call(comparison, rows, space.key[row]),
         shift=np.where(found, shift, 0),
-        exists=partial(_exists, space, key, space.key[table]),
+        at=partial(_at, comparison, site, rows, table),
         row_sample=space.sample[rows].astype(np.int64),
         row_position=space.position[rows],
     )
@@ -88,13 +88,20 @@ def _same_chain(space: RowSpace, key: Ints, other: Ints) -> Bools:
     return np.asarray(np.where(shift < 0, up, down) & real)
 
 
-def _exists(space: RowSpace, key: Ints, table: Ints, shift: int) -> Bools:
-    """Whether a row ``shift`` positions on in the same sequence is in the table."""
-    own, others = _base(space, key), _base(space, np.unique(table))
+def _at(comparison: Comparison, site: int, rows: Ints, table: Ints, shift: int) -> tuple[Bools, Bools]:
+    """Whether a row ``shift`` positions on in the same sequence is in the table, and holds the same bits."""
+    space, where = comparison.space, comparison.where(site)
+    own, others = _base(space, space.key[rows]), _base(space, space.key[table])
     if shift < 0:
-        target = _ancestor(space, own, np.full(len(own), -shift))
-        return np.asarray((target < space.n_keys) & np.isin(target, others))
-    return np.asarray((own < space.n_keys) & np.isin(own, _ancestor(space, others, np.full(len(others), shift))))
+        own = _ancestor(space, own, np.full(len(own), -shift))
+    else:
+        others = _ancestor(space, others, np.full(len(others), shift))
+    digest = [where.digest[where.index(space, at)] for at in (rows, table)]
+    content, _ = group_ids([np.concatenate([part[:, half] for part in digest]) for half in (0, 1)])
+    size = np.int64(content.max() + 1)
+    there = (own < space.n_keys) & np.isin(own, others)
+    equal = np.isin(own * size + content[: len(rows)], others * size + content[len(rows) :])
+    return there, there & equal
 
 
 def _same_call(comparison: Comparison, rows: Ints, keys: Ints) -> Bools:

@@ -17,11 +17,12 @@ _SKIPPED = 8
 
 @dataclass(frozen=True)
 class Mask:
-    """A named rule for which keys enter."""
+    """A named rule for which keys enter; ``crosses``: it reads slots of other sequences, padding too."""
 
     name: str
     words: str
     use: Callable[[Keys], Bools]
+    crosses: bool = False
 
 
 def _earlier(keys: Keys) -> Bools:
@@ -52,17 +53,20 @@ def hypotheses(items: list[Keys]) -> Iterator[Mask]:
         "earlier-sequences",
         "its own keys and all keys of the sequences before it in the call",
         lambda keys: keys.own | _earlier(keys),
+        crosses=True,
     )
     yield Mask(
         "previous-sequence",
         "its own keys and those of the sequence before it in the call",
         lambda keys: keys.own | ((keys.place >= 0) & (keys.place == keys.row_place - 1)),
+        crosses=True,
     )
     yield Mask("bidirectional", "all keys of its own sequence, later ones too", _chain)
     yield Mask(
         "whole-call",
         "all keys of the call",
         lambda keys: keys.own | (keys.place >= 0),
+        crosses=True,
     )
     yield Mask(
         "without-itself", "its own keys but the last", lambda keys: keys.own & (keys.position < keys.row_position)
@@ -77,6 +81,7 @@ def hypotheses(items: list[Keys]) -> Iterator[Mask]:
         "every key of the call at a position up to its own",
         lambda keys: keys.own | ((keys.place >= 0) & (keys.position <= keys.row_position)),
     )
+    yield Mask("own-and-padding", "its own keys", lambda keys: keys.own, crosses=True)
     longest = min(_WINDOWS, max(int(keys.row_position) for keys in items) + 1)
     for skipped in range(1, min(_SKIPPED, longest - 1) + 1):
         yield Mask(

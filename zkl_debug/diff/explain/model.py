@@ -111,6 +111,7 @@ class Keys:
         position: [n], positions of the candidates; ``own``: of the same prefix chain, at or before the row, bool [n].
         sample: [n]; ``place``: place of the candidate's sequence in the call, -1 where it is not in the call.
         row_position, row_sample: of the row; ``row_place``: place of its sequence in the call.
+        uncaptured: slots of the call that no row was captured of: padding, whose keys are not known.
     """
 
     query: F64
@@ -123,6 +124,7 @@ class Keys:
     row_position: int
     row_sample: int
     row_place: int
+    uncaptured: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Source:
 
     Attributes:
         found: another row of the other side has exactly these bits, and no third one has, bool [m].
-        exists: the row the shift points to was captured, by shift; see :mod:`zkl_debug.diff.explain.rows`.
+        at: (captured, equal) for a shift: is the row so many positions away there, and has it these bits, bool [m].
         sample, position: of the found row, int64 [m].
         same_chain: it belongs to the same sequence of tokens, bool [m].
         same_call: it was in the same call, bool [m].
@@ -145,7 +147,7 @@ class Source:
     same_chain: Bools
     same_call: Bools
     shift: Ints
-    exists: Callable[[int], Bools]
+    at: Callable[[int], tuple[Bools, Bools]]
     row_sample: Ints
     row_position: Ints
 
@@ -200,6 +202,7 @@ class Evidence:
         inputs_equal: every captured input is equal in every affected pair (digests).
         clean: the same site in pairs that are equal, or None.
         clean_position: positions of the clean pairs.
+        clean_inputs: the operator's inputs in the clean pairs, where equal on both sides.
         rows, of: affected and compared pairs.
         differ: dtype or shape, where they differ between the sides.
         metas: (dtype, row shape) of each side.
@@ -222,6 +225,7 @@ class Evidence:
     inputs_equal: bool = True
     clean: Port | None = None
     clean_position: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    clean_inputs: Mapping[str, Values] = field(default_factory=dict)
     rows: int = 0
     of: int = 0
     differ: str = ""

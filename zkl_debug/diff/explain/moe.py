@@ -177,7 +177,7 @@ def routing_permutation(e: Evidence) -> Finding | None:
             f"the experts of {e.side(right)} are those {e.side(not right)} chose for other rows of the call, {words}: "
             f"{hits} of {of} rows ({chance:.0%} would agree by chance)"
         )
-        replaces = ("reduction-order", "constant-ratio", "routing-weights")
+        replaces = ("reduction-order", "constant-ratio", "routing-weights", "routing-flip")
         return Finding("row-permutation", text, evidence, Strength.EXACT if hits == of else Strength.FITTED, replaces)
     return None
 
@@ -185,14 +185,14 @@ def routing_permutation(e: Evidence) -> Finding | None:
 def _read_otherwise(grid: Grid, own: Bools, other: Bools) -> tuple[str, int, int, float] | None:
     """Whether own choices are other's choices at a permuted slot of the call."""
     flat = grid.position * grid.sequences + grid.place
-    size = grid.sequences * grid.width
+    size, width = grid.sequences * grid.width, np.maximum(grid.width, 1)
     at = np.flatnonzero((grid.width > 0) & (grid.sequences > 1))
     if not len(at):
         return None
     where = {(int(grid.call[i]), int(flat[i])): i for i in at}
     maps = {
-        "[b, s] read as [s, b]": (flat % grid.width) * grid.sequences + flat // np.maximum(grid.width, 1),
-        "[s, b] read as [b, s]": (flat % grid.sequences) * grid.width + flat // np.maximum(grid.sequences, 1),
+        "[b, s] read as [s, b]": (flat % width) * grid.sequences + flat // width,
+        "[s, b] read as [b, s]": (flat % grid.sequences) * width + flat // grid.sequences,
         "in reverse": size - 1 - flat,
         "shifted by one row": flat - 1,
         "shifted back by one row": flat + 1,

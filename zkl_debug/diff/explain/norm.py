@@ -1,4 +1,4 @@
-"""Norms: the eps of each side, fitted; and where the rounding happens, before or after the weight."""
+"""Norms: the eps of each side, from the ratio of the rows; and where they round, before or after the weight."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from zkl_debug.schema import Json
 #: Values of eps that are in use. A fit must contain one of them for the left side.
 GRID = (0.0, 1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 1e-3)
 _LEAST_ROWS = 4
+_MOST = 0.995  # of the elements; a formula computed in float32 may fall on the other side of a tie
 _LEAST_WIDTH = 8
 _CONFIG = ("layernorm_epsilon", "norm_epsilon", "rms_norm_eps")
 
@@ -63,6 +64,10 @@ def eps(e: Evidence) -> Finding | None:
     return None
 
 
+#: Relative error of the factor of a row, which each side computes in float32: mean, sum and root.
+_FACTOR_ERROR = 4 * 2.0**-23
+
+
 def _row_ratio(pair: Port) -> tuple[F64, F64] | None:
     """Bounds of right/left of each row; None when some row has no single ratio."""
     slack = 2.0
@@ -72,7 +77,7 @@ def _row_ratio(pair: Port) -> tuple[F64, F64] | None:
     lowest, highest = common(low, high, 1)
     if (lowest > highest).any() or not (np.isfinite(lowest) & np.isfinite(highest)).all():
         return None
-    return lowest, highest
+    return lowest * (1 - _FACTOR_ERROR), highest * (1 + _FACTOR_ERROR)
 
 
 def _configured(e: Evidence) -> float | None:
@@ -108,7 +113,8 @@ def _best_pair(low: F64, high: F64, mean_square: F64, configured: float | None) 
         found.sort(key=lambda pair: configured not in (pair.left, pair.right))
     chosen = found[0]
     same = [p for p in found if (configured in (p.left, p.right)) == (configured in (chosen.left, chosen.right))]
-    return min(same, key=lambda p: _roundness(p.left) + _roundness(p.right))
+    # Below what the rows can show every eps fits: the largest is the least that has to be assumed.
+    return min(same, key=lambda p: (_roundness(p.left) + _roundness(p.right), -p.left - p.right))
 
 
 def _roundness(value: float) -> int:
@@ -137,6 +143,83 @@ def _told(e: Evidence, pair: Port, mean_square: F64, best: _Pair, low: F64, high
     return Finding("eps", text, evidence, Strength.FITTED, replaces)
 
 
+def eps_by_bits(e: Evidence) -> Finding | None:
+    """In a narrow dtype: the eps under which every element of the side comes out, the weight taken from equal rows.
+
+    A change of eps is far below the spacing of bf16; it only moves the few values that lie next to a tie. Recomputing
+    those is a sharp test: one eps gives all elements of one side, another one all of the other.
+    """
+    pair, x, clean = e.pair(), e.equal_input(), e.clean
+    if pair is None or x is None or clean is None or not _is_norm(e) or pair.left.dtype not in ("bfloat16", "float16"):
+        return None
+    clean_x = e.clean_inputs.get("in", e.clean_inputs.get("in.0"))
+    if clean_x is None or clean_x.bits.shape != clean.left.bits.shape or len(clean_x) < _CLEAN_ROWS:
+        return None
+    if x.bits.shape != pair.left.bits.shape or x.dtype != clean_x.dtype:
+        return None
+    if not finite_rows(x.real, pair.left.real, pair.right.real).all() or not finite_rows(clean_x.real).all():
+        return None
+    for kind in ("rms", "layer"):
+        wrong = _wrong_by_eps(kind, (x.real, clean_x.real), (pair.left, pair.right), clean.left)
+        found = None if wrong is None else _told_by_bits(e, pair, wrong)
+        if found is not None:
+            return found
+    return None
+
+
+_CLEAN_ROWS = 32
+
+
+def _wrong_by_eps(
+    kind: str, inputs: tuple[F64, F64], sides: tuple[Values, Values], clean: Values
+) -> dict[float, tuple[int, int]] | None:
+    """For each eps the elements of each side that it does not give; None where the formula is not this one."""
+    weight = None
+    wrong: dict[float, tuple[int, int]] = {}
+    for value in GRID:
+        unit, clean_unit = (_unit(_centred(rows, kind), value) for rows in inputs)
+        if weight is None:
+            weight = fit_weight(clean_unit, clean)
+            if (rounded(clean_unit * weight, clean.dtype) == clean.real).mean() < _MOST:
+                return None
+        wrong[value] = (_missed(unit * weight, sides[0]), _missed(unit * weight, sides[1]))
+    return wrong
+
+
+def _missed(exact: F64, side: Values) -> int:
+    """Elements that the exact value does not round to, even with the error of a float32 computation."""
+    return int((np.abs(exact - side.real) > half_widths(side) + _FACTOR_ERROR / 2 * np.abs(exact)).sum())
+
+
+def _unit(centred: F64, value: float) -> F64:
+    mean_square = (centred**2).mean(axis=1, keepdims=True)
+    return np.asarray((centred / np.sqrt(mean_square + value)).astype(np.float32).astype(np.float64))
+
+
+def _told_by_bits(e: Evidence, pair: Port, wrong: dict[float, tuple[int, int]]) -> Finding | None:
+    fits = [[value for value, count in wrong.items() if count[side] == 0] for side in (0, 1)]
+    moved = int((pair.left.bits != pair.right.bits).sum())
+    if not fits[0] or not fits[1] or set(fits[0]) & set(fits[1]) or moved < 3:
+        return None
+    configured = _configured(e)
+    left, right = (min(values, key=lambda value: (value != configured, _roundness(value), -value)) for values in fits)
+    evidence: dict[str, Json] = {
+        "left": left,
+        "right": right,
+        "left_allowed": fits[0],
+        "right_allowed": fits[1],
+        "rows": len(pair.left),
+        "elements_that_differ": moved,
+    }
+    text = (
+        f"eps {left:g} gives every element of {e.side(False)}, eps {right:g} (or another of "
+        f"{[float(f'{value:g}') for value in fits[1]]}) every element of {e.side(True)}; the {moved} elements that "
+        f"differ lie next to a tie"
+    )
+    replaces = ("constant-ratio", "reduction-order", "scale-by-position", "constant-offset", "other-weights")
+    return Finding("eps", text, evidence, Strength.FITTED, replaces)
+
+
 def norm_rounding_order(e: Evidence) -> Finding | None:
     """One side rounds before the weight, the other only after it. The weight is recovered from the rows."""
     ready = _ready(e)
@@ -148,14 +231,10 @@ def norm_rounding_order(e: Evidence) -> Finding | None:
     for kind in ("rms", "layer"):
         for value in dict.fromkeys([configured if configured is not None else 1e-5, 1e-5, 1e-6, 1e-8]):
             centred = _centred(x.real, kind)
-            unit = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + value)
-            found = _order(e, pair, unit.astype(np.float32).astype(np.float64), value)
+            found = _order(e, pair, _unit(centred, value), value)
             if found is not None and (best is None or found[0] > best[0]):
                 best = found
     return None if best is None else best[1]
-
-
-_MOST = 0.995  # of the elements; a formula computed in float32 may fall on the other side of a tie
 
 
 def _order(e: Evidence, pair: Port, unit: F64, value: float) -> tuple[float, Finding] | None:
@@ -188,14 +267,22 @@ def _order(e: Evidence, pair: Port, unit: F64, value: float) -> tuple[float, Fin
 
 def _matches(unit: F64, values: Values) -> float:
     """Share of elements that equal round(unit * weight) for the best weight of each column, of the same dtype."""
+    weight = fit_weight(unit, values)
+    return float((rounded(unit * weight, values.dtype) == values.real).mean())
+
+
+def fit_weight(unit: F64, values: Values) -> F64:
+    """The weight of each column, of the values' dtype, that gives most elements as round(unit * weight)."""
     low, high = ratio_bounds(unit, np.zeros_like(unit), values.real, half_widths(values))
-    middle = (
-        np.median(np.where(np.isfinite(low), low, 0), axis=0) + np.median(np.where(np.isfinite(high), high, 0), axis=0)
-    ) / 2
+    known = np.isfinite(low) & np.isfinite(high)
+    middle = np.array(
+        [np.median(column[at]) if at.any() else 0.0 for column, at in zip((low + high).T / 2, known.T, strict=True)]
+    )
     start = rounded(middle, values.dtype)
-    best = np.zeros(unit.shape[1])
-    for step in (-2, -1, 0, 1, 2):
-        weight = start + step * spacing(start, values.dtype)
-        equal = rounded(unit * weight, values.dtype) == values.real
-        best = np.maximum(best, equal.mean(axis=0))
-    return float(best.mean())
+    best, weight = np.full(unit.shape[1], -1.0), start
+    for step in (0, -1, 1, -2, 2):
+        candidate = start + step * spacing(start, values.dtype)
+        share = (rounded(unit * candidate, values.dtype) == values.real).mean(axis=0)
+        weight = np.where(share > best, candidate, weight)
+        best = np.maximum(best, share)
+    return weight

@@ -13,7 +13,7 @@ from zkl_debug.diff.model import Bools
 
 #: float32 with 10 bits of mantissa, what tensor cores read of a float32 operand. Not a storage dtype.
 TF32 = "tf32"
-_NARROWER = ("float32", TF32, "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_NARROWER = ("float32", "float16", TF32, "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
 def narrower(dtype: str) -> tuple[str, ...]:

@@ -14,11 +14,11 @@ from zkl_debug.schema import Json
 
 # Operators that add up many numbers; elsewhere there is no order to change.
 _REDUCES = re.compile(
-    r"linear|norm|proj|fc\d|output_layer|attention|softmax|gating|router|expert|unpermute|combine|scan|conv|mixer|mlp"
+    r"linear|norm|proj|fc\d|output_layer|attention|softmax|gating|router|expert|unpermute|combine|scan|conv|mixer|^mlp$"
 )
 _LIMIT = {"float32": 64.0, "float64": 64.0}
 _LIMIT_NARROW = 8.0
-_SIGMAS = 4.0
+_SIGMAS = 3.5
 
 
 def reduces(e: Evidence) -> bool:
@@ -41,7 +41,8 @@ def reduction_order(e: Evidence) -> Finding | None:
     limit = _LIMIT.get(pair.left.dtype, _LIMIT_NARROW)
     if size.max() > limit:
         return None
-    lean = _lean(x, y)
+    _, different = np.unique(pair.left.bits, axis=0, return_index=True)
+    lean = _lean(x[different], y[different])
     if abs(lean) > _SIGMAS:
         return None
     one_number = _one_number(e, pair)
@@ -59,7 +60,7 @@ def reduction_order(e: Evidence) -> Finding | None:
     }
     text = (
         f"the sides differ by at most {size.max():.2g} epsilons of {pair.left.dtype} (of the row's largest value) and "
-        f"lean to no side ({lean:+.1f} sigma): the size of another order of addition; no other form fits"
+        f"lean to no side ({abs(lean):.1f} sigma): the size of another order of addition; no other form fits"
     )
     if one_number:
         evidence["one_number_a_row"] = one_number

@@ -127,42 +127,54 @@ def _common_pairing(e: Evidence) -> tuple[Rotation, Rotation] | None:
     return None
 
 
-def slopes(angle: F64, error: F64, position: Ints) -> tuple[F64, Bools]:
-    """Radians per position of each pair, and whether the angles really grow in proportion to the position.
+@dataclass(frozen=True)
+class Slopes:
+    """Radians per position of each pair, fitted through 0; ``error`` is a standard error; ``good``: it is a line."""
 
-    Unwrapped from the lowest positions on: each further position must lie where the slope so far says.
+    value: F64
+    error: F64
+    good: Bools
+
+
+def slopes(angle: F64, error: F64, position: Ints) -> Slopes:
+    """Fit angles in proportion to the position, counting whole turns.
+
+    Unwrapped from the lowest positions on: each further position must lie where the slope so far says. The angles that
+    are then known in full give the slope by least squares.
     """
     order = np.argsort(position, kind="stable")
     where = position[order].astype(np.float64)
-    slope = np.zeros(angle.shape[1])
-    good = np.ones(angle.shape[1], np.bool_)
-    for j in range(angle.shape[1]):
-        slope[j], good[j] = _slope(angle[order, j], error[order, j], where)
-    return slope, good
+    fits = [_slope(angle[order, j], error[order, j], where) for j in range(angle.shape[1])]
+    value, spread, good = (np.array(column) for column in zip(*fits, strict=True))
+    return Slopes(value, spread, good)
 
 
-def _slope(angle: F64, error: F64, position: F64) -> tuple[float, bool]:
+def _slope(angle: F64, error: F64, position: F64) -> tuple[float, float, bool]:
     first = np.flatnonzero(position > 0)
-    if not len(first):
-        return 0.0, False
-    # The interval that every row leaves, starting with the smallest position, where no turn can be missing.
+    if len(first) < 2 or position[first[0]] > 8:
+        return 0.0, np.inf, False
     start = first[0]
-    if position[start] > 8:
-        return 0.0, False
     low = (angle[start] - 4 * error[start]) / position[start]
     high = (angle[start] + 4 * error[start]) / position[start]
+    full, used = [angle[start]], [start]
     for i in first[1:]:
-        p = position[i]
-        middle = (low + high) / 2
-        turns = np.round((middle * p - angle[i]) / (2 * np.pi))
+        p, middle = position[i], (low + high) / 2
         if (high - low) * p > np.pi:
             continue  # not known well enough yet to count turns
-        full = angle[i] + 2 * np.pi * turns
-        low = max(low, (full - 4 * error[i]) / p)
-        high = min(high, (full + 4 * error[i]) / p)
+        whole = angle[i] + 2 * np.pi * np.round((middle * p - angle[i]) / (2 * np.pi))
+        low, high = max(low, (whole - 4 * error[i]) / p), min(high, (whole + 4 * error[i]) / p)
         if low > high:
-            return float(middle), False
-    return float((low + high) / 2), True
+            return float(middle), np.inf, False
+        full.append(whole)
+        used.append(i)
+    x, y = position[used], np.array(full)
+    weight = 1 / np.maximum(error[used], 1e-12) ** 2
+    value = float((weight * x * y).sum() / (weight * x * x).sum())
+    scatter = float(np.sqrt((weight * (y - value * x) ** 2).sum() / max(1, len(x) - 1)))
+    return value, scatter / float(np.sqrt((weight * x * x).sum())), True
+
+
+_SIGMAS = 8.0
 
 
 def rope_frequency(e: Evidence) -> Finding | None:
@@ -171,37 +183,38 @@ def rope_frequency(e: Evidence) -> Finding | None:
     if both is None:
         return None
     left, right = both
-    drift = _wrap(right.angle - left.angle)
-    slope, good = slopes(drift, left.error + right.error, e.position)
-    if not good.all():
+    error = left.error + right.error
+    drift = slopes(_wrap(right.angle - left.angle), error, e.position)
+    if not drift.good.all():
         return None
-    moved = np.abs(slope) * e.position.max() > 4 * (left.error + right.error).max(axis=0)
+    moved = np.abs(drift.value) > _SIGMAS * drift.error
     if not moved.any():
         return None
-    own, known = slopes(left.angle, left.error, e.position)
+    own = slopes(left.angle, left.error, e.position)
     zero = _equal_at_zero(e) or not bool((e.position == 0).any())
     evidence: dict[str, Json] = {
         "pairs_that_differ": int(moved.sum()),
-        "pairs": len(slope),
-        "radians_per_position": [shown(float(value)) for value in slope[:64]],
+        "pairs": len(moved),
+        "radians_per_position": [shown(float(value)) for value in drift.value[:64]],
+        "standard_error": [shown(float(value)) for value in drift.error[:64]],
         "zero_at_position_0": zero,
         "highest_position": int(e.position.max()),
     }
     text = (
-        f"the angle between the sides grows in proportion to the position in {int(moved.sum())} of {len(slope)} "
-        f"pairs, by up to {float(np.abs(slope).max()):.3g} radians a position"
+        f"the angle between the sides grows in proportion to the position in {int(moved.sum())} of {len(moved)} "
+        f"pairs, by up to {float(np.abs(drift.value).max()):.3g} radians a position"
         + (", zero at position 0" if zero else "")
     )
-    if known.all():
-        evidence["frequencies_left"] = [shown(float(value)) for value in own[:64]]
-        text += _frequency_form(e, own, own + slope, left.error + right.error, evidence)
+    if own.good.all():
+        evidence["frequencies_left"] = [shown(float(value)) for value in own.value[:64]]
+        tolerance = _SIGMAS * (drift.error + own.error)
+        text += _frequency_form(e, own.value, own.value + drift.value, tolerance, evidence)
     return Finding("rope-frequency", text, evidence, Strength.FITTED, (*_REPLACES, "scale-by-position"))
 
 
-def _frequency_form(e: Evidence, left: F64, right: F64, error: F64, evidence: dict[str, Json]) -> str:
+def _frequency_form(e: Evidence, left: F64, right: F64, tolerance: F64, evidence: dict[str, Json]) -> str:
     """Which closed form the frequencies take: rounded to a dtype, all scaled, or another base."""
-    error_of = 8 * np.median(error, axis=0) / max(1, int(e.position.max()))
-    tolerance = error_of + 1e-7 * np.abs(left)
+    tolerance = tolerance + 1e-6 * np.abs(left)
     pairs = len(left)
     exponent = np.arange(pairs) / pairs
     for right_side, (frequencies, other) in ((True, (right, left)), (False, (left, right))):
@@ -249,15 +262,14 @@ def position_shift(e: Evidence) -> Finding | None:
     if both is None:
         return None
     left, right = both
-    frequency, known = slopes(left.angle, left.error, e.position)
+    line = slopes(left.angle, left.error, e.position)
     side = True
-    if not known.all():
-        frequency, known = slopes(right.angle, right.error, e.position)
-        side = False
-    if not known.all():
+    if not line.good.all():
+        line, side = slopes(right.angle, right.error, e.position), False
+    if not line.good.all():
         return None
     turned = _wrap(right.angle - left.angle) if side else _wrap(left.angle - right.angle)
-    shift = _shifts(turned, left.error + right.error, frequency)
+    shift = _shifts(turned, left.error + right.error, line.value)
     if shift is None or not shift.any():
         return None
     by_sample = {int(s): sorted(set(shift[e.sample == s].tolist())) for s in np.unique(e.sample)}

@@ -18,16 +18,17 @@ def extra_rounding(e: Evidence) -> Finding | None:
         return None
     for right in (True, False):
         rounded_side, plain = (pair.right, pair.left) if right else (pair.left, pair.right)
-        for name in narrower(plain.dtype):
-            if bool(same_values(rounded(plain.real, name), rounded_side.real).all()):
-                return _exact(e, name, right, plain)
+        fits = [n for n in narrower(plain.dtype) if bool(same_values(rounded(plain.real, n), rounded_side.real).all())]
+        if fits:
+            return _exact(e, fits, right, plain)
     return _on_grid(e, pair)
 
 
-def _exact(e: Evidence, name: str, right: bool, plain: Values) -> Finding:
-    sides = (e.side(right), e.side(not right))
+def _exact(e: Evidence, fits: list[str], right: bool, plain: Values) -> Finding:
+    name, sides = fits[0], (e.side(right), e.side(not right))
     evidence: dict[str, Json] = {
         "dtype": name,
+        "or": fits[1:],
         "side": sides[0],
         "rows": len(plain),
         "elements": int(plain.bits.size),
@@ -56,7 +57,7 @@ def _on_grid(e: Evidence, pair: Port) -> Finding | None:
                 continue
             step = spacing(side.real, name)
             largest = float((np.abs(side.real - plain.real) / step).max())
-            if largest > 1.5:
+            if largest > 2:
                 continue
             exact = float(same_values(rounded(plain.real, name), side.real).mean())
             text = (

@@ -30,25 +30,25 @@ def row_shift(e: Evidence) -> Finding | None:
         if at.sum() < _LEAST:
             continue
         shift, count = Counter(source.shift[at].tolist()).most_common(1)[0]
-        told = source.exists(shift)
-        hits = int((at & (source.shift == shift) & told).sum())
-        known = int(told.sum())
-        if hits < _LEAST or hits < _SHARE * known or count < _SHARE * source.found.sum():
+        if count < _SHARE * source.found.sum():
             continue
-        outside = len(source.found) - known
+        there, equal = source.at(shift)
+        hits, known = int(equal.sum()), int(there.sum())
+        if hits < _LEAST or hits < known:
+            continue
+        lag = shift if right else -shift
         evidence: dict[str, Json] = {
-            "shift": shift,
-            "side": e.side(right),
+            "lag_of_left": lag,
             "rows": hits,
             "of": known,
-            "source_not_captured": outside,
+            "source_not_captured": len(there) - known,
         }
         text = (
-            f"each row of {e.side(right)} holds, bit for bit, what {e.side(not right)} has at position {shift:+d}: "
-            f"{hits} of {known} rows whose source was captured (best lag {-shift:+d})"
+            f"each row of {e.side(right)} holds, bit for bit, what {e.side(not right)} has {abs(shift)} position(s) "
+            f"{'on' if shift > 0 else 'back'}, in all {hits} rows whose source was captured: {e.side(False)} is "
+            f"shifted against {e.side(True)}, best lag {lag:+d}"
         )
-        exact = Strength.EXACT if hits == known else Strength.FITTED
-        found = Finding("row-shift", text, evidence, exact, ("row-permutation", "equals-other-sample", *_WEAK))
+        found = Finding("row-shift", text, evidence, Strength.EXACT, ("row-permutation", "equals-other-sample", *_WEAK))
         if best is None or hits > int(best.evidence["rows"]):
             best = found
     return best

@@ -17,6 +17,11 @@ _SPARE = 8  # rows more than unknowns
 _REPLACES = ("reduction-order", "constant-ratio", "constant-offset")
 
 
+def applies(e: Evidence) -> bool:
+    """Whether the operator has a weight that rows are multiplied by, or looked up in."""
+    return e.semantic == "linear" or bool(_LINEAR.search(e.site.operator) or _EMBEDDING.search(e.site.owner))
+
+
 def other_weights(e: Evidence) -> Finding | None:
     """The difference is the equal input times one matrix: a weight that is older, was cloned or was changed."""
     if _EMBEDDING.search(e.site.owner) and not e.inputs:
@@ -24,7 +29,7 @@ def other_weights(e: Evidence) -> Finding | None:
     pair, x = e.pair(), e.equal_input()
     if pair is None or x is None or not x.is_float:
         return None
-    if not (e.semantic == "linear" or _LINEAR.search(e.site.operator)):
+    if not applies(e):
         return None
     if not finite_rows(x.real, pair.left.real, pair.right.real).all():
         return None
@@ -52,8 +57,7 @@ def _linear(x: F64, left: F64, right: F64, dtype: str) -> Finding | None:
         return None
     columns = np.sqrt((gap**2).mean(axis=0))
     changed = int((columns > 0.05 * columns.max()).sum())
-    spectrum = np.linalg.svd(basis.T @ gap, compute_uv=False)
-    effective = int((spectrum > 4 * noise * np.sqrt(max(gap.shape))).sum())
+    effective = int((np.linalg.svd(basis.T @ gap, compute_uv=False) > 4 * noise * np.sqrt(max(gap.shape))).sum())
     evidence: dict[str, Json] = {
         "rows": len(x),
         "rank_of_input": rank,
