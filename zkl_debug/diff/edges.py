@@ -45,9 +45,10 @@ class Pairs:
 
 
 def _first_of(space: RowSpace, members: Ints) -> Ints:
-    """First member of each key, -1 for none, int64 [K]."""
+    """First member of each key, -1 for none, int64 [K]: of the lowest sample, so that no order of batches matters."""
     first = np.full(space.n_keys, -1, np.int64)
-    first[space.key[members[::-1]]] = members[::-1]
+    ordered = members[np.lexsort((members, space.sample[members]))]
+    first[space.key[ordered[::-1]]] = ordered[::-1]
     return first
 
 
@@ -132,7 +133,7 @@ def build_pairs(space: RowSpace) -> Pairs:
 
 
 def named_row(space: RowSpace, left: Ints, right: Ints) -> Ints:
-    """The row that names the sample of each pair: that of A, else A's first row of the same key, else the left one."""
+    """The row that names the sample of each pair: A's own, else A's row that stands for the key, else the left one."""
     key_row = space.key_row[space.key[left]]
     of_a = np.where(space.side[right] == 0, right, np.where(space.side[key_row] == 0, key_row, left))
     return np.where(space.side[left] == 0, left, of_a)

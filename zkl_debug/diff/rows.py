@@ -29,7 +29,7 @@ class RowSpace:
         phase: phase code, uint8 [U].
         sample, position, token, flags, step, frame: columns of the rows, [U].
         when: number of the (step, weight epoch) of each row, as in its key, int64 [U].
-        key_row: first unified row of each key, int64 [K].
+        key_row: the row that stands for each key, int64 [K]: of A if it has one, of the lowest sample, then the first.
         parent: key of the same prefix one token shorter, K where there is none, int64 [K].
         orphan: the parent should exist but no row of it was captured, bool [K].
         label: the key belongs to label rows, bool [K].
@@ -128,8 +128,11 @@ def build_rows(a: CaptureLike, b: CaptureLike) -> RowSpace:
     flags = np.concatenate([rows["flags"] for rows in both]).astype(np.uint32)
     prefix = np.concatenate([rows["prefix"] for rows in both]).astype(np.uint64).reshape(-1, 2)
     label = (flags & np.uint32(RowFlag.LABEL)) != 0
-    key, key_row = group_ids([keyed_step, epoch, position, label, prefix[:, 0], prefix[:, 1]])
+    key, _ = group_ids([keyed_step, epoch, position, label, prefix[:, 0], prefix[:, 1]])
     side = (np.arange(len(key)) >= n_a).astype(np.uint8)
+    sample = np.concatenate([rows["sample"] for rows in both]).astype(np.uint64)
+    by_key = np.lexsort((sample, side, key))
+    key_row = by_key[np.flatnonzero(np.diff(key[by_key], prepend=-1))]
     has = np.zeros((2, len(key_row)), np.bool_)
     has[side, key] = True
     columns = [keyed_step[key_row], epoch[key_row], position[key_row]]
@@ -140,7 +143,7 @@ def build_rows(a: CaptureLike, b: CaptureLike) -> RowSpace:
         row=np.concatenate([np.arange(len(rows)) for rows in both]).astype(np.int64),
         key=key,
         phase=row_phase(flags).astype(np.uint8),
-        sample=np.concatenate([rows["sample"] for rows in both]).astype(np.uint64),
+        sample=sample,
         position=position,
         token=token,
         flags=flags,
