@@ -6,12 +6,16 @@ from typing import Any
 
 import click
 
+from zkl_debug.cli import bench_faults
 from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout
 
 
 @click.group("bench")
 def command() -> None:
     """Measure what zkl-debug costs on this machine."""
+
+
+command.add_command(bench_faults.command)
 
 
 @command.command("capture")

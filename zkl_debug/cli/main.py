@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "bisect": ("zkl_debug.cli.bisect", "group", "Which switch makes it go away, which commit brought it."),
     "watch": ("zkl_debug.cli.watch", "command", "A loop under a light monitor that stops where it diverges."),
     "stack": ("zkl_debug.cli.stack", "command", "The ladder of switches: what can be tried where, and the plan."),
-    "bench": ("zkl_debug.cli.bench", "command", "Measured costs of capture and store."),
+    "bench": ("zkl_debug.cli.bench", "command", "Measured costs, and the scoreboard over known faults."),
 }
 
 

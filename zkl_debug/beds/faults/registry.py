@@ -28,6 +28,9 @@ class Answer:
         rule: what the affected rows have in common, in words.
         explanation: the closed form or mechanism, in words.
         verdict: ``diverged``, ``identical`` or ``refused``.
+        rule_says: regular expressions, one of which the rule (its first wording) must match; empty: any, or none.
+        names: names, one of which the first explanation must have; for a refusal its code. Empty: nothing to explain.
+        says: regular expressions that the text of that explanation, or of the refusal, must match.
     """
 
     sites: tuple[str, ...] = ()
@@ -36,6 +39,9 @@ class Answer:
     rule: str = ""
     explanation: str = ""
     verdict: str = "diverged"
+    rule_says: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    says: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

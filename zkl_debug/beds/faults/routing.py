@@ -74,7 +74,13 @@ register(
         ("train",),
         weights_recomputed,
         Answer(
-            ("decoder.layers.1.mlp/router.topk:out.0",), "score-prefill", "own", "every row", "ids equal, weights not"
+            ("decoder.layers.1.mlp/router.topk:out.0",),
+            "score-prefill",
+            "own",
+            "every row",
+            "ids equal, weights not",
+            rule_says=("^every row",),
+            names=("routing-weights",),
         ),
     ),
     Fault(
@@ -91,6 +97,8 @@ register(
             "own",
             "scored in a batch of several sequences",
             "row permutation of the router's choice",
+            rule_says=("sequences in call|in call of score",),
+            names=("row-permutation",),
         ),
     ),
 )

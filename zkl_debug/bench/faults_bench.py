@@ -1,0 +1,98 @@
+"""Every known fault put into a bed, captured, compared by the public functions and scored against its answer."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zkl_debug.beds.bed import BEDS, DTYPES, BedOptions
+from zkl_debug.beds.faults import FAULTS, Fault
+from zkl_debug.beds.record import RecordOptions, record_bed
+from zkl_debug.bench.scoreboard import Clean, Document, Score, judge, told
+from zkl_debug.diff import diff_captures
+from zkl_debug.errors import UsageError
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault in one bed."""
+
+    fault: Fault
+    bed: str
+    dtype: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """For progress."""
+        return f"{self.fault.id} {self.bed} {self.dtype} seed {self.seed}"
+
+
+def cases(faults: Sequence[str] = (), dtypes: Sequence[str] = DTYPES, seeds: int = 1) -> list[Case]:
+    """What to run: every fault in the dtypes where it applies; beds take turns over the seeds.
+
+    Raises:
+        UsageError: a fault that is not there.
+    """
+    unknown = [name for name in faults if name not in FAULTS]
+    if unknown:
+        raise UsageError(f"no fault {unknown[0]!r}", f"one of {', '.join(FAULTS)}", "zkl-debug beds")
+    chosen = [f for f in FAULTS.values() if f.id != "Z0" and (not faults or f.id in faults)]
+    return [
+        Case(f, f.beds[seed % len(f.beds)], dtype, seed)
+        for f in chosen
+        for dtype in f.dtypes
+        if dtype in dtypes
+        for seed in range(seeds)
+    ]
+
+
+def run_case(case: Case, folder: Path) -> Score:
+    """Put the fault in, capture both sides with their raw bits, compare, score. Never raises: a failure is a score."""
+    started = time.perf_counter()
+    options = BedOptions(bed=case.bed, dtype=case.dtype, seed=case.seed, fault=case.fault.id)
+    at = (case.fault.id, case.bed, case.dtype, case.seed)
+    try:
+        said = told(_diagnose(options, folder, "payload"))
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        return Score(*at, None, seconds=time.perf_counter() - started, failure=failure)
+    right, edge = judge(case.fault.answer, said)
+    return Score(*at, said, right, edge, time.perf_counter() - started)
+
+
+def run_clean(number: int, folder: Path, dtypes: Sequence[str] = DTYPES) -> Clean:
+    """A run with nothing broken; beds, dtypes, order of requests and neighbours change with the number."""
+    beds = tuple(BEDS)
+    bed, dtype = beds[number % len(beds)], dtypes[number // len(beds) % len(dtypes)]
+    seed = 1000 + number
+    options = BedOptions(bed=bed, dtype=dtype, seed=seed, permute=number % 3, neighbours=number % 4)
+    try:
+        said = told(_diagnose(options, folder, "digest"))
+    except Exception as error:
+        return Clean(bed, dtype, seed, "failed", f"{type(error).__name__}: {error}")
+    return Clean(bed, dtype, seed, said.verdict, said.site or said.text if said.verdict != "identical" else "")
+
+
+def _diagnose(options: BedOptions, folder: Path, level: str) -> Document:
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        record_bed(options, Path(out), RecordOptions(level=level))
+        verdict = diff_captures(Path(out) / "train", Path(out) / "gen")
+        document: Document = verdict.to_json()
+        return document
+
+
+def run_all(chosen: Sequence[Case], clean: int, dtypes: Sequence[str], say: Say) -> Iterator[Score | Clean]:
+    """Scores one by one, then the clean runs; every run opens its bed anew, in this process."""
+    with tempfile.TemporaryDirectory(prefix="zkl-scoreboard-") as root:
+        for number, case in enumerate(chosen, 1):
+            say(f"fault {number} of {len(chosen)}: {case.name}")
+            yield run_case(case, Path(root))
+        for number in range(clean):
+            say(f"clean run {number + 1} of {clean}")
+            yield run_clean(number, Path(root), dtypes)
