@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zkl_debug.beds.grpo.options import GrpoOptions
-from zkl_debug.beds.grpo.side import LocalSide, Restorable
+from zkl_debug.beds.grpo.side import Restorable
 from zkl_debug.diff.state_values import Values
 from zkl_debug.schema import Json, StateRecord
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from zkl_debug.engines.megatron.generation import GenResult, Request
     from zkl_debug.engines.megatron.rollout import BlockUse
 
-TRAINER, ENGINE = 0, 1
+TRAINER = 0
 _WAIT = 300.0  # seconds an answer may take
 
 
@@ -37,22 +36,27 @@ class EngineProcessError(RuntimeError):
 
 
 class Worker:
-    """The engine's process, as the trainer's process holds it. Start it before anything is set up here."""
+    """The engine's process, as the trainer's process holds it."""
 
     def __init__(self, options: GrpoOptions) -> None:
         self.rendezvous = Path(tempfile.mkdtemp(prefix="zkl-grpo-")) / "refit"
-        context = multiprocessing.get_context("fork")
-        self._here, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there, options, str(self.rendezvous)), daemon=True)
-        self._process.start()
-        there.close()
+        self._here, there = multiprocessing.Pipe()
+        with there:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "zkl_debug.beds.grpo.engine_process", str(there.fileno())],
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # stdout belongs to this process's document
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        self._here.send((options, str(self.rendezvous)))
 
     def start(self, order: str, *args: Any) -> None:
         """Send an order; :meth:`answer` must follow."""
         try:
             self._here.send((order, args))
         except OSError as error:
-            raise EngineProcessError(f"the engine's process is gone (exit code {self._process.exitcode})") from error
+            raise EngineProcessError(f"the engine's process is gone (exit code {self._exit_code()})") from error
 
     def answer(self) -> Any:
         """What the order gave.
@@ -65,8 +69,7 @@ class Worker:
                 raise EngineProcessError(f"no answer from the engine's process in {_WAIT:.0f} s")
             ok, value = self._here.recv()
         except EOFError as error:
-            self._process.join(5)
-            raise EngineProcessError(f"the engine's process ended (exit code {self._process.exitcode})") from error
+            raise EngineProcessError(f"the engine's process ended (exit code {self._exit_code()})") from error
         if not ok:
             raise EngineProcessError(f"in the engine's process: {value}")
         return value
@@ -76,17 +79,21 @@ class Worker:
         self.start(order, *args)
         return self.answer()
 
+    def _exit_code(self) -> int | None:
+        try:
+            return self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            return None
+
     def close(self) -> None:
         """End the process."""
         try:
-            if self._process.is_alive():
+            if self._process.poll() is None:
                 self._here.send(("stop", ()))
-                self._process.join(20)
-        except OSError:
-            pass
-        if self._process.is_alive():
+            self._process.wait(20)
+        except (OSError, subprocess.TimeoutExpired):
             self._process.kill()
-            self._process.join(5)
+            self._process.wait(5)
         self._here.close()
         self.rendezvous.unlink(missing_ok=True)
         self.rendezvous.parent.rmdir()
@@ -186,107 +193,3 @@ class RemoteSide:
         """Generate once, captured there into ``folder``."""
         results: list[GenResult] = self.worker.call("capture", folder, meta, step, version, list(requests), seed)
         return results
-
-
-# ---- the engine's process --------------------------------------------------------------------------------------------
-
-
-def _serve(pipe: Connection, options: GrpoOptions, rendezvous: str) -> None:
-    """Body of the engine's process: set up, then obey until told to stop or the pipe closes."""
-    os.environ.pop("OMP_NUM_THREADS", None)
-    with ExitStack() as stack:
-        try:
-            engine = stack.enter_context(_engine(options, rendezvous))
-        except BaseException:
-            pipe.recv()
-            pipe.send((False, traceback.format_exc(limit=-3)))
-            raise
-        while True:
-            try:
-                order, args = pipe.recv()
-            except EOFError:
-                return
-            if order == "stop":
-                return
-            try:
-                pipe.send((True, getattr(engine, order)(*args)))
-            except Exception:
-                pipe.send((False, traceback.format_exc(limit=-3)))
-
-
-@contextmanager
-def _engine(options: GrpoOptions, rendezvous: str) -> Iterator[_Engine]:
-    from zkl_debug.beds.grpo.faults_loop import loop_fault
-    from zkl_debug.beds.grpo.layouts import bed_model, gen_config
-    from zkl_debug.beds.grpo.loop import surroundings
-    from zkl_debug.engines.megatron.rollout import RolloutGenerator
-
-    fault = loop_fault(options.fault)
-    with surroundings(options):
-        side = LocalSide(RolloutGenerator(bed_model(options), gen_config(options)))
-        with fault.breaks_everywhere():
-            yield _Engine(side, rendezvous)
-
-
-class _Engine:
-    """What the engine's process does when asked."""
-
-    def __init__(self, side: LocalSide, rendezvous: str) -> None:
-        from zkl_debug.capture.events import EventLog
-
-        self.side, self.rendezvous = side, rendezvous
-        self.group: Any = None
-        self.images: dict[int, Restorable] = {}
-        self.next_image = 0
-        self.log = EventLog({})
-        self.log.enabled = False
-        side.attach(self.log)
-
-    def join(self) -> None:
-        from zkl_debug.engines.megatron.refit import join_refit_group
-
-        self.group = join_refit_group(self.rendezvous, ENGINE, 2)
-
-    def refit(self) -> None:
-        from zkl_debug.engines.megatron.refit import swap_weights
-
-        swap_weights(None, self.side.model, group=self.group, target_offset=1)
-
-    def parameters(self) -> int:
-        return self.side.parameters
-
-    def generate(self, requests: list[Request], seed: int, naps: tuple[int, ...], watched: bool) -> Any:
-        self.log.enabled = watched
-        self.log.moments.clear()
-        before = self.log.cost.seconds
-        results = self.side.generate(requests, seed, naps)
-        self.log.enabled = False
-        return results, self.side.uses, list(self.log.moments), self.log.cost.seconds - before
-
-    def invalidate(self) -> None:
-        self.side.invalidate()
-
-    def state(self) -> list[StateRecord]:
-        from dataclasses import replace
-
-        records = self.log.snapshot().values()
-        return [replace(r, name=r.name.removeprefix("gen:")) for r in records]
-
-    def image(self, dropped: list[int]) -> tuple[int, int]:
-        for number in dropped:
-            self.images.pop(number, None)
-        self.next_image += 1
-        made = self.images[self.next_image] = self.side.image()
-        return self.next_image, made.nbytes
-
-    def restore(self, number: int) -> None:
-        self.images[number].restore()
-
-    def values(self) -> Mapping[str, Values]:
-        return self.side.values()
-
-    def block(self, block: int) -> bytes | None:
-        return self.side.block(block)
-
-    def capture(self, *args: Any) -> list[GenResult]:
-        return self.side.capture(*args)

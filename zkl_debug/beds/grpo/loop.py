@@ -197,7 +197,7 @@ def open_loop(options: GrpoOptions) -> Iterator[GrpoLoop]:
     with ExitStack() as stack:
         worker: Worker | None = None
         if options.layout == "dedicated":
-            worker = Worker(options)  # forked while this process is still plain
+            worker = Worker(options)
             stack.callback(worker.close)
         stack.enter_context(surroundings(options))
         loop = GrpoLoop(options, build_layout(options, worker))
