@@ -14,6 +14,8 @@ def describe() -> dict[str, Any]:
     """Beds, switches and faults as one document."""
     from zkl_debug.beds.bed import BEDS
     from zkl_debug.beds.faults import FAULTS
+    from zkl_debug.beds.grpo.faults_loop import LOOP_FAULTS
+    from zkl_debug.beds.grpo.options import DTYPES, LAYOUTS
     from zkl_debug.stack import ladder
 
     return {
@@ -22,6 +24,14 @@ def describe() -> dict[str, Any]:
         "beds": [
             {"name": b.name, "description": b.description, "dtypes": list(b.dtypes), "faults": list(b.faults)}
             for b in BEDS.values()
+        ]
+        + [
+            {
+                "name": "grpo",
+                "description": f"synchronous GRPO loop (bisect steps, watch, certify): {', '.join(LAYOUTS)}",
+                "dtypes": list(DTYPES),
+                "faults": list(LOOP_FAULTS),
+            }
         ],
         "switches": [
             {
@@ -37,6 +47,10 @@ def describe() -> dict[str, Any]:
         "faults": [
             {"id": f.id, "title": f.title, "source": f.source, "beds": list(f.beds), "dtypes": list(f.dtypes)}
             for f in FAULTS.values()
+        ],
+        "loop_faults": [
+            {"id": f.id, "title": f.title, "source": f.source, "layouts": list(f.layouts)}
+            for f in LOOP_FAULTS.values()
         ],
     }
 
@@ -54,6 +68,7 @@ def command(as_json: bool) -> int:
         ("Beds", "beds", ("name", "description", "dtypes")),
         ("Switches, in ladder order", "switches", ("name", "fixes", "owner")),
         ("Faults", "faults", ("id", "title", "beds", "dtypes")),
+        ("Faults of the loop", "loop_faults", ("id", "title", "layouts")),
     ):
         table = Table(title=title, title_justify="left", header_style="bold")
         for column in columns:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from zkl_debug.beds.grpo import breaks
-from zkl_debug.beds.grpo.options import GrpoOptions
+from zkl_debug.beds.grpo.options import LAYOUTS, GrpoOptions
 from zkl_debug.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,6 +60,12 @@ class LoopFault:
     def breaks_everywhere(self) -> AbstractContextManager[Any]:
         """The defect in the engine's own process, where it is one of functions and not of this loop's objects."""
         return self.breaks(None) if self.everywhere else nullcontext()  # type: ignore[arg-type]
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Layouts of the loop it can be put into."""
+        fits = {"colocated-shared": not self.second_model, "dedicated": self.everywhere or self.breaks is _nothing}
+        return tuple(name for name in LAYOUTS if fits.get(name, True))
 
     def adjust(self, options: GrpoOptions) -> GrpoOptions:
         """``options`` with the fields this fault needs."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from zkl_debug.errors import UsageError
 
 LAYOUTS = ("colocated-shared", "colocated-inference-model", "dedicated")
+DTYPES = ("fp32", "bf16")
 KV_MODES = ("persist", "offload", "recompute")
 
 
@@ -84,7 +85,7 @@ class GrpoOptions:
         for name, value, allowed in (
             ("layout", self.layout, LAYOUTS),
             ("kv", self.kv, KV_MODES),
-            ("dtype", self.dtype, ("fp32", "bf16")),
+            ("dtype", self.dtype, DTYPES),
         ):
             if value not in allowed:
                 raise UsageError(f"{name} {value!r}", f"one of {', '.join(allowed)}")
