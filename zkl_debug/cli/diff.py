@@ -22,7 +22,12 @@ from zkl_debug.diff.run import diff_captures
 )
 @click.option("--partial", is_flag=True, help="Accept incomplete captures, such as repaired ones. The verdict says so.")
 @click.option("--verify-bytes", is_flag=True, help="Recompute digests from the payload and compare raw bytes as well.")
-def command(a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool) -> int:
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write the report as one self-contained page.",
+)
+def command(a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool, html: Path | None) -> int:
     """Compare captures A and B and name the first operator that is not bitwise equal.
 
     A is usually the training side. Rows are joined by token prefix, so batches, request order and padding do not
@@ -30,6 +35,11 @@ def command(a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool) 
     """
     with _progress() as bar:
         verdict = diff_captures(a, b, partial=partial, verify_bytes=verify_bytes, progress=bar)
+    if html is not None:
+        from zkl_debug.viz.html import write_html
+
+        write_html(verdict, html, f"{_label(a)} against {_label(b)}")
+        stderr().print(f"wrote {html}")
     if as_json:
         emit_json(verdict.to_json())
     else:
@@ -61,3 +71,8 @@ class _Bar(AbstractContextManager[Progress]):
 
     def __exit__(self, *_: object) -> None:
         self._view.stop()
+
+
+def _label(capture: Path) -> str:
+    """The last two parts of a capture's place: its run and its side."""
+    return "/".join(capture.resolve().parts[-2:])
