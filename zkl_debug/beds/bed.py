@@ -95,6 +95,7 @@ class BedOptions:
         left_pad: pad scoring batches on the left (mcore's rotary angles then shift with the padding).
         rescore: 0, or sequences per batch of a second scoring pass over all sequences, padded.
         reprefill: after generation, submit prompt + generated tokens as prompts.
+        longest_prompt: prompts are cut to so many tokens; 0 leaves them as planned.
         greedy: greedy decoding; otherwise seeded sampling at temperature 1.
         threads: torch threads during the run (restored afterwards); 0 leaves the process's setting.
     """
@@ -119,6 +120,7 @@ class BedOptions:
     left_pad: bool = False
     rescore: int = 0
     reprefill: bool = True
+    longest_prompt: int = 0
     greedy: bool = True
     threads: int = 1
 

@@ -55,7 +55,8 @@ def requests(options: BedOptions, vocab: int) -> list[Request]:
     prompts: dict[int, tuple[int, ...]] = {}
     for sample, plan in PLANS.items():
         head = prompts[plan.prefix[0]][: plan.prefix[1]] if plan.prefix else ()
-        prompts[sample] = head + _tokens(options.seed, sample, plan.prompt, vocab)[len(head) :]
+        prompt = head + _tokens(options.seed, sample, plan.prompt, vocab)[len(head) :]
+        prompts[sample] = prompt[: options.longest_prompt or None]
     made = [Request(s, prompts[s], plan.generate, plan.arrive) for s, plan in PLANS.items()]
     for i in range(options.neighbours):
         sample = NEIGHBOUR + i

@@ -68,7 +68,7 @@ def told(document: Document) -> Told:
         site = str(refusal["detail"].get("first_stochastic") or "")
         return Told(verdict, site, explanation=refusal["code"], text=refusal["text"])
     if not first:
-        crossed = document["coverage"].get("crossed", {})
+        crossed = document["coverage"]["rows"].get("crossed", {})
         never = [name for name, count in crossed.items() if not count]
         return Told(verdict, text=f"never crossed: {', '.join(never)}" if never else "")
     rule = (document["affected"].get("rule") or {}).get("text", "")

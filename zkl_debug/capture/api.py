@@ -18,7 +18,7 @@ from zkl_debug.capture.forcing import Forcing
 from zkl_debug.capture.hooks import ModuleHooks, ModuleRule
 from zkl_debug.capture.rows import FrameRows, padded_rows
 from zkl_debug.capture.session import CaptureOptions, CaptureSession, make_label_rows
-from zkl_debug.capture.state import model_state
+from zkl_debug.capture.state import model_state, notices_mutation
 from zkl_debug.capture.taps import TapSet
 from zkl_debug.errors import UsageError
 from zkl_debug.schema import Json, SiteKind
@@ -116,6 +116,7 @@ class Capture:
         with self.session.guarded("attach"):
             if writer is not None:
                 self.session.state(model_state(self.model))
+                self.add_manifest("self_test", {"mutation": notices_mutation()})
             self._root = [
                 self.model.register_forward_pre_hook(self._before_model, with_kwargs=True),
                 self.model.register_forward_hook(self._after_model, with_kwargs=True, always_call=True),

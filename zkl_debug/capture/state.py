@@ -31,6 +31,20 @@ def model_state(model: nn.Module) -> list[StateRecord]:
         return [_record(name, kind, tensor) for name, kind, tensor in _named(model)]
 
 
+def notices_mutation() -> bool:
+    """Self-test: whether flipping one bit of a tensor in place, and flipping it back, shows in its digest both times.
+
+    A checker that looks at an alias, or at something it remembered, never sees a difference.
+    """
+    with torch.no_grad(), _disable_current_modes():
+        tensor = torch.arange(64, dtype=torch.int32)
+        seen = []
+        for _ in range(3):
+            seen.append(tensor_digest(tensor))
+            tensor[37] ^= 1
+    return seen[0] == seen[2] != seen[1]
+
+
 def _named(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name, "parameter", parameter

@@ -41,6 +41,42 @@ def check_probe(name: str, capture: CaptureLike) -> Refusal | None:
     )
 
 
+def check_self_test(name: str, capture: CaptureLike) -> Refusal | None:
+    """The digests of a capture did not notice a bit that was flipped on purpose."""
+    tests = fact(capture, "self_test")
+    failed = [str(test) for test, good in tests.items() if good is False] if isinstance(tests, Mapping) else []
+    if not failed:
+        return None
+    return refuse(
+        "self-test-failed",
+        f"the digests of {name} did not change when a tensor did: what it holds may be equal to anything",
+        f"self-test of the digests failed ({', '.join(failed)}): a flipped bit was not seen",
+        "a digest that sees one flipped bit",
+        "look for a cache or an alias in the way the digests are made, then capture again",
+        capture=name,
+        tests=failed,
+    )
+
+
+def check_switches(name: str, capture: CaptureLike) -> Refusal | None:
+    """A switch that was asked for and is off in what ran."""
+    requested, effective = fact(capture, "switches_requested"), fact(capture, "switches")
+    if not isinstance(requested, list) or not isinstance(effective, Mapping):
+        return None
+    off = [str(switch) for switch in requested if effective.get(switch) is False]
+    if not off:
+        return None
+    return refuse(
+        "switch-not-effective",
+        f"switch {', '.join(off)} was requested on in {name} and is off in effect",
+        f"requested on, effective off: {', '.join(off)}",
+        "a switch that is set before the thing it changes is built or read",
+        "set it before the model is built, or before the process starts when it is an environment variable",
+        capture=name,
+        switches=off[:_LISTED],
+    )
+
+
 def _flag(capture: CaptureLike, test: str) -> bool | None:
     repeat = fact(capture, "self_repeat")
     entry = repeat.get(test) if isinstance(repeat, Mapping) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -23,6 +23,8 @@ from zkl_debug.diff.refuse import (
     check_overlap,
     check_probe,
     check_repeat,
+    check_self_test,
+    check_switches,
     check_weights,
     from_error,
 )
@@ -95,7 +97,8 @@ def _diff(
     certified = {"a": certification(a), "b": certification(b)}
     known: dict[str, Any] = {"checks": checks, "certification": certified, "partial": partial}
     for name, capture in zip(_NAMES, (a, b), strict=True):
-        refusal = check_probe(name, capture) or (check_bytes(name, capture) if verify_bytes else None)
+        early = (check_probe(name, capture), check_self_test(name, capture), check_switches(name, capture))
+        refusal = next(_found_of(early), None) or (check_bytes(name, capture) if verify_bytes else None)
         if refusal is not None:
             return refused(refusal, **known)
     comparison = compare(a, b, verify_bytes=verify_bytes, aliases=aliases, oracle=oracle, progress=progress)
@@ -164,6 +167,10 @@ def _refusals(comparison: Comparison, checks: dict[str, Json]) -> Iterator[Refus
             "at least one row recorded on both sides at the same site",
             "capture both sides with the same --sites and --layers",
         )
+
+
+def _found_of(refusals: Iterable[Refusal | None]) -> Iterator[Refusal]:
+    return (refusal for refusal in refusals if refusal is not None)
 
 
 def _found(refusal: Refusal | None) -> Iterator[Refusal]:

@@ -351,7 +351,7 @@ register(
             "own",
             "every row",
             "function mismatch, <= 2 ulp",
-            rule_says=("^every row",),
+            rule_says=("^every row", "^no rule: every row alike"),
             names=("log-softmax-formula",),
             says=("benign",),
         ),
