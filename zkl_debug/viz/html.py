@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from pathlib import Path
 
 from zkl_debug.diff import Verdict
@@ -70,7 +69,7 @@ def write_html(verdict: Verdict, path: Path, title: str = "") -> None:
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        part.replace(path)
     except OSError as error:
         raise UsageError(
             f"cannot write {path}: {error.strerror or error}", "a file in a folder that exists and can be written"

@@ -33,13 +33,10 @@ def model_map(verdict: Verdict) -> Json:
     """
     table = verdict.site_counts
     order, where = np.unique(table["order"], return_index=True)
-    sites, tails, seen = [], list[str](), dict[str, int]()
-    for row in table[where]:
-        tail = _tail(str(row["site"]), int(row["layer"]))
-        if int(row["layer"]) >= 0 and tail not in seen:
-            seen[tail] = len(tails)
-            tails.append(tail)
-        sites.append([str(row["site"]), int(row["layer"]), seen.get(tail, -1)])
+    named = [(str(row["site"]), int(row["layer"])) for row in table[where]]
+    tails = _columns_in_order(named)
+    column = {tail: place for place, tail in enumerate(tails)}
+    sites = [[site, layer, column[_tail(site, layer)] if layer >= 0 else -1] for site, layer in named]
     layers = [int(n) for n in np.unique(table["layer"]) if n >= 0]
     index = {int(number): place for place, number in enumerate(order)}
     edges: dict[str, Json] = {}
@@ -50,6 +47,20 @@ def model_map(verdict: Verdict) -> Json:
             cells[index[int(row["order"])]] = [_code(row), *numbers]
         edges[edge] = cells
     return {"sites": sites, "tails": tails, "layers": layers, "edges": edges}
+
+
+def _columns_in_order(named: list[tuple[str, int]]) -> list[str]:
+    """Operators of all layers, each right after the one it follows in the first layer that has it."""
+    tails: list[str] = []
+    before: dict[int, str] = {}
+    for site, layer in named:
+        if layer < 0:
+            continue
+        tail = _tail(site, layer)
+        if tail not in tails:
+            tails.insert(tails.index(before[layer]) + 1 if layer in before else len(tails), tail)
+        before[layer] = tail
+    return tails
 
 
 def _tail(site: str, layer: int) -> str:
@@ -92,8 +103,8 @@ def _worth(verdict: Verdict) -> list[tuple[str, str]]:
     firsts = [(edge, verdict.edges[edge].first) for edge in edge_names(verdict)]
     found = [(edge, first.site) for edge, first in firsts if first is not None]
     table = verdict.site_counts
-    for row in table[(table["own"] > 0) & (table["edge"] == (verdict.edge or ""))]:
-        found.append((str(row["edge"]), str(row["site"])))
+    own = table[(table["own"] > 0) & (table["edge"] == (verdict.edge or ""))]
+    found += [(str(row["edge"]), str(row["site"])) for row in own]
     last = table[(table["edge"] == (verdict.edge or "")) & (table["mismatched"] > 0)]
     if len(last):
         found.append((str(last[-1]["edge"]), str(last[-1]["site"])))
