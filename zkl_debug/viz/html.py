@@ -45,7 +45,7 @@ def document(verdict: Verdict, title: str = "") -> str:
         "rows": html_data.row_maps(verdict) if compared else [],
         "kinds": _kinds(),
     }
-    data["verdict"].pop("sites", None)  # type: ignore[union-attr]
+    data["verdict"].pop("sites", None)
     return str(
         template.render(
             title=title or "zkl-debug report",
