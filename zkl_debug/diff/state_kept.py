@@ -42,7 +42,7 @@ def find_caches(history: Sequence[MomentLike], values: ValueSource | None) -> li
         if match is None or (match.source is not None and match.source.version == now.version):
             continue
         changed = _last_change(history, name)
-        event = _next_refit(history, changed)
+        event = _outdated(history, changed, match.source, known) or _next_refit(history, changed)
         detail: dict[str, Json] = {
             "last_changed": ref_of(history[changed]).to_json(),
             "owner": record.detail.get("owner"),
@@ -124,6 +124,19 @@ def _next_refit(history: Sequence[MomentLike], after: int) -> EventRef | None:
     """The first refit behind a moment that brought other weights: it should have changed what depends on them."""
     for moment in history[after + 1 :]:
         if moment.name == REFIT and moment.phase == "end" and moment.version > history[after].version:
+            return ref_of(moment)
+    return None
+
+
+def _outdated(
+    history: Sequence[MomentLike], after: int, source: Source | None, known: Mapping[str, Mapping[int, Bits]]
+) -> EventRef | None:
+    """The first refit behind a moment that brought other bits of the very parameter a cache was made from."""
+    seen = known.get(source.name, {}) if source else {}
+    for moment in history[after + 1 :]:
+        if moment.name != REFIT or moment.phase != "end" or moment.version not in seen:
+            continue
+        if source is not None and seen[moment.version] != seen.get(source.version):
             return ref_of(moment)
     return None
 

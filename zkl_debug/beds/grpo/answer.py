@@ -181,7 +181,7 @@ def document(drift: Drift) -> dict[str, Json]:
         "event": drift.event.to_json() if drift.event else None,
         "between": [e.to_json() for e in drift.between],
         "explanations": [g.to_json() for g in found],
-        "operator": _operator(drift.operator),
+        "operator": _operator(drift, found),
         "captures": drift.captures,
         "metrics": [_metrics(r) for r in drift.records],
         "cells": [c.to_json() for c in drift.cells],
@@ -202,12 +202,21 @@ def _metrics(record: Any) -> dict[str, Json]:
     }
 
 
-def _operator(verdict: Json) -> Json:
-    """What the captures say, short; the whole verdict is one ``zkl-debug diff`` away."""
-    if not verdict:
+def _operator(drift: Drift, found: Sequence[Group]) -> Json:
+    """What the captures say, short; the whole verdict is one ``zkl-debug diff`` away.
+
+    Captures see what an operator was given by its caller, not what it finds in a cache or a weight. Where a new engine
+    with the same weights gives zero, the operator is not to blame: it read state, and the state diff says which.
+    """
+    if not isinstance(drift.operator, dict):
         return None
     keys = ("verdict", "edge", "first", "affected", "refusal", "claim")
-    return {key: verdict.get(key) for key in keys if key in verdict}
+    told: dict[str, Json] = {key: drift.operator[key] for key in keys if key in drift.operator}
+    first = told.get("first")
+    if drift.kind == "state" and isinstance(first, dict) and first["kind"] in ("own", "propagated"):
+        told["first"] = {**first, "kind": "uncaptured-state", "kind_of_captures": first["kind"]}
+        told["read"] = [g.text for g in found]
+    return told
 
 
 def next_steps(drift: Drift, found: Sequence[Group]) -> list[str]:
@@ -320,8 +329,9 @@ def _operator_lines(operator: Json) -> Iterator[str]:
         yield f"  operators: not compared, {operator['refusal']['text']}"
     elif operator.get("first"):
         first = operator["first"]
+        read = f": {'; '.join(operator['read'][:2])}" if operator.get("read") else ""
         yield (
-            f"  first operator: {first['site']} ({first['kind']}), {first['phase']}, sample {first['sample']}, "
+            f"  first operator: {first['site']} ({first['kind']}{read}), {first['phase']}, sample {first['sample']}, "
             f"position {first['position']}, edge {operator['edge']}"
         )
     else:

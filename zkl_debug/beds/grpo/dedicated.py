@@ -159,6 +159,10 @@ class RemoteSide:
         """Forget every cached KV block."""
         self.worker.call("invalidate")
 
+    def refresh(self) -> None:
+        """Let the model there see ``train()`` and ``eval()``."""
+        self.worker.call("refresh")
+
     def attach(self, log: EventLog) -> None:
         """State by asking, events with every answer."""
         self._log = log

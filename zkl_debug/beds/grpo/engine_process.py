@@ -102,6 +102,9 @@ class _Engine:
     def invalidate(self) -> None:
         self.side.invalidate()
 
+    def refresh(self) -> None:
+        self.side.refresh()
+
     def state(self) -> list[StateRecord]:
         from dataclasses import replace
 

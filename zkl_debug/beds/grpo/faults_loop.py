@@ -125,6 +125,23 @@ register(
         second_model=True,
     ),
     LoopFault(
+        "S7",
+        "a Mamba mixer that stays in eval() decodes with -exp(A_log) of the weights before the refit; A_log is trained "
+        "from step 3 on",
+        "mcore 0.19.2, Megatron-LM#6723",
+        _nothing,
+        LoopAnswer("state", 4, "refit", "negative exponential (version v-", ("*._A_neg_exp_cache",)),
+        {
+            "hybrid": True,
+            "dtype": "fp32",
+            "prefix_caching": False,
+            "refresh": False,
+            "frozen": "*.A_log",
+            "trained_from": 3,
+        },
+        second_model=True,
+    ),
+    LoopFault(
         "S8",
         "KV blocks are freed at sleep while a request in flight still points to them",
         "issue 5 (c)",

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from zkl_debug.engines.megatron.model import ModelSpec
 
 
+#: Layers of a hybrid model: Mamba, then attention.
+HYBRID_PATTERN = "M*"
+
+
 class Layout(Protocol):
     """A trainer and a generator, and the way from one to the other."""
 
@@ -67,8 +71,11 @@ def bed_model(options: GrpoOptions) -> nn.Module:
     """The model of a run, from its seed. A tied one gets a smaller embedding, or its logits would be all or nothing."""
     import torch
 
+    from zkl_debug.engines.megatron.hybrid import build_hybrid
     from zkl_debug.engines.megatron.model import build_model
 
+    if options.hybrid:
+        return build_hybrid(model_spec(options), options.dtype, options.seed, HYBRID_PATTERN)
     model = build_model(model_spec(options), options.dtype, options.seed)
     if options.tied:
         with torch.no_grad():

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,6 +92,8 @@ class GrpoLoop:
         if self.options.invalidate and self.options.prefix_caching and self.options.kv != "recompute":
             with self._around("cache_reset"):
                 self.layout.side.invalidate()
+        if self.options.refresh:
+            self.layout.side.refresh()
 
     def generate(self, batch: Batch, side: EngineSide | None = None) -> list[GenResult]:
         """Rollouts of a batch by the loop's engine, or by another one."""
@@ -149,6 +152,9 @@ class GrpoLoop:
             )
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
+        for name, parameter in self.layout.trainer.named_parameters():
+            if self.step < self.options.trained_from and fnmatch(name, self.options.frozen):
+                parameter.grad = None
         with self._around("optimizer_step"):
             norm = self.optimizer.step()
             self.version += 1
@@ -170,6 +176,7 @@ def surroundings(options: GrpoOptions) -> Iterator[None]:
     from zkl_debug.beds.run import _threads
     from zkl_debug.engines.cpu import cpu_backend
     from zkl_debug.engines.megatron import refit, world
+    from zkl_debug.engines.megatron.hybrid import mamba_backend
     from zkl_debug.engines.patching import PatchSet
     from zkl_debug.stack import attention
     from zkl_debug.stack.switches import applied
@@ -178,6 +185,8 @@ def surroundings(options: GrpoOptions) -> Iterator[None]:
         stack.enter_context(_threads(options.threads))
         stack.enter_context(cpu_backend())
         stack.enter_context(world.world())
+        if options.hybrid:
+            stack.enter_context(mamba_backend())
         refit.forget_plans()
         stack.callback(refit.forget_plans)
         stack.enter_context(applied(resolve(options.stack, options.switches)))

@@ -27,11 +27,14 @@ class GrpoOptions:
         groups, group_size: prompts a step, and rollouts of each.
         layers, hidden: size of the model.
         experts: 0 for a dense model; otherwise experts of layer 1, top-2.
+        hybrid: layer 0 is a Mamba layer, layer 1 attention (two layers, fp32, no experts, no prefix caching).
         tied: output layer and embedding share one weight.
         block: KV block size in tokens.
         kv: what the engine does with its KV cache while it sleeps.
         prefix_caching: share KV blocks between prompts with a common prefix; unused blocks are kept (LRU).
         invalidate: forget cached KV blocks after every refit, which mcore does not do by itself.
+        refresh: let the engine's model see ``train()`` after every refit, which drops what modules derived from their
+            weights; mcore does not do that by itself either.
         chunked_prefill: split prompts at the token budget of an engine step.
         max_tokens: that budget; a multiple of 64.
         nap: 0, or the engine step before which the engine sleeps and wakes while requests are in flight.
@@ -46,6 +49,8 @@ class GrpoOptions:
         pad_multiple: width of these batches.
         alone_from: sequences of at least so many tokens are scored alone, unpadded (dynamic batching); 0: never.
         lr: learning rate.
+        frozen: parameters (a glob over names) that are not trained in the steps before ``trained_from``.
+        trained_from: see ``frozen``.
         threads: torch threads during the run; 0 leaves the process's setting.
     """
 
@@ -61,11 +66,13 @@ class GrpoOptions:
     layers: int = 2
     hidden: int = 64
     experts: int = 0
+    hybrid: bool = False
     tied: bool = False
     block: int = 8
     kv: str = "persist"
     prefix_caching: bool = True
     invalidate: bool = True
+    refresh: bool = True
     chunked_prefill: bool = True
     max_tokens: int = 512
     nap: int = 0
@@ -79,6 +86,8 @@ class GrpoOptions:
     pad_multiple: int = 8
     alone_from: int = 0
     lr: float = 3e-3
+    frozen: str = ""
+    trained_from: int = 0
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -92,6 +101,10 @@ class GrpoOptions:
         for name in ("steps", "groups", "group_size", "layers", "micro_batch"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} {getattr(self, name)}", "1 or more")
+        if self.hybrid and self.dtype != "fp32":
+            raise UsageError(f"a hybrid model in {self.dtype}", "fp32: the engine keeps recurrent states in that dtype")
+        if self.hybrid and (self.layers != 2 or self.experts or self.tied or self.prefix_caching):
+            raise UsageError("a hybrid model with experts, a tied output layer, other layers or prefix caching", "none")
         if self.max_tokens <= 0 or self.max_tokens % 64:
             raise UsageError(
                 f"max_tokens {self.max_tokens}", "a positive multiple of 64: mcore pads steps to 64 tokens"

@@ -48,6 +48,9 @@ class EngineSide(Protocol):
     def invalidate(self) -> None:
         """Forget every cached KV block."""
 
+    def refresh(self) -> None:
+        """Let the model see ``train()`` and ``eval()``, so that modules drop what they derived from old weights."""
+
     def attach(self, log: EventLog) -> None:
         """Let ``log`` see the state and the events of this side, as part ``gen``."""
 
@@ -105,6 +108,11 @@ class LocalSide:
         from zkl_debug.engines.megatron.refit import drop_prefix_cache
 
         drop_prefix_cache(self.generator.context)
+
+    def refresh(self) -> None:
+        """See :class:`EngineSide`."""
+        self.model.train()
+        self.model.eval()
 
     def attach(self, log: EventLog) -> None:
         """See :class:`EngineSide`."""

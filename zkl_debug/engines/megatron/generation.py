@@ -151,7 +151,12 @@ class DynamicGenerator:
 
 
 def _dynamic_context(model: nn.Module, config: GenConfig) -> Any:
-    from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
+    from megatron.core.inference.config import (
+        InferenceConfig,
+        KVCacheManagementMode,
+        MambaInferenceStateConfig,
+        PrefixCachingEvictionPolicy,
+    )
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
     policy = PrefixCachingEvictionPolicy.LRU if config.keep_prefix_blocks else PrefixCachingEvictionPolicy.REF_ZERO
@@ -167,6 +172,7 @@ def _dynamic_context(model: nn.Module, config: GenConfig) -> Any:
         prefix_caching_eviction_policy=policy,
         kv_cache_management_mode=KVCacheManagementMode(config.kv_management),
         num_cuda_graphs=config.cuda_graphs,
+        mamba_inference_state_config=MambaInferenceStateConfig.from_model(model),
     )
     return DynamicInferenceContext(model.config, inference)
 

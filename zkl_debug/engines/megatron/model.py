@@ -46,7 +46,7 @@ def build_model(spec: ModelSpec, dtype: str, seed: int) -> nn.Module:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
 
-        config = _transformer_config(spec, DTYPES[dtype])
+        config = transformer_config(spec, DTYPES[dtype])
         model = GPTModel(
             config,
             get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
@@ -63,7 +63,8 @@ def build_model(spec: ModelSpec, dtype: str, seed: int) -> nn.Module:
     return result
 
 
-def _transformer_config(spec: ModelSpec, dtype: torch.dtype) -> Any:
+def transformer_config(spec: ModelSpec, dtype: torch.dtype, **more: Any) -> Any:
+    """mcore's ``TransformerConfig`` of a model that runs on a CPU as on a GPU; ``more`` are further fields."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     moe: dict[str, Any] = {}
@@ -101,6 +102,7 @@ def _transformer_config(spec: ModelSpec, dtype: torch.dtype) -> Any:
         hidden_dropout=spec.dropout,
         attention_dropout=spec.dropout,
         **moe,
+        **more,
     )
 
 
