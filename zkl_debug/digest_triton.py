@@ -8,7 +8,7 @@ call synchronises; the launch can therefore be recorded into a CUDA graph.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +19,27 @@ import triton.language as tl
 
 from zkl_debug import digest
 
-#: (rows, lanes, warps) of a block: tall blocks reuse each weight more often, flat ones keep a few rows busy.
+#: (rows, lanes, warps) of a block: tall blocks reuse each weight more often, flat ones keep a few rows busy, a single
+#: row spreads the few rows of a decode step over as many multiprocessors as there are.
 TALL = (64, 64, 8)
 FLAT = (4, 256, 4)
+SINGLE = (1, 1024, 4)
 _TALL_FROM_ROWS = 2048
+_FLAT_FROM_ROWS = 256
 _LANES_PER_PROGRAM = 4096
+_ALIGNED = 16
+_MAX_RUNNERS = 16384
+_FIRST_LANES = 1 << 17  # wide enough that no table has to grow while a graph is being captured
 _weights: dict[torch.device, torch.Tensor] = {}
+_outgrown: list[torch.Tensor] = []
+_runners: dict[tuple[Any, ...], Callable[..., None]] = {}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _digest_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, out_ptr, rows, lanes, row_stride, w_stride, lane_offset,
+    x_ptr, w_ptr, out_ptr, dest_ptr, rows, lanes, row_stride, w_stride, lane_offset,
     LANES_PER_PROGRAM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_LANES: tl.constexpr, SPLIT: tl.constexpr,
+    PLACED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_ok = row < rows
@@ -48,7 +57,12 @@ def _digest_kernel(  # type: ignore[no-untyped-def]
         sum_2 += b * w_2[None, :]
     h_1 = tl.sum(sum_1, axis=1)
     h_2 = tl.sum(sum_2, axis=1)
-    out = out_ptr + row.to(tl.int64) * 2
+    if PLACED:
+        place = tl.load(dest_ptr + row, mask=row_ok, other=-1)
+        row_ok = row_ok & (place >= 0)
+        out = out_ptr + place * 2
+    else:
+        out = out_ptr + row.to(tl.int64) * 2
     if SPLIT:
         tl.atomic_add(out, h_1, mask=row_ok, sem="relaxed")
         tl.atomic_add(out + 1, h_2, mask=row_ok, sem="relaxed")
@@ -128,14 +142,63 @@ def lane_view(tensor: torch.Tensor, rows: int) -> LaneView | None:
 
 
 def weights_on(device: torch.device, lanes: int) -> torch.Tensor:
-    """Weights of lanes 0 .. n-1 (n >= ``lanes``) on ``device``, int64, shape [2, n]; grown in powers of two."""
+    """Weights of lanes 0 .. n-1 (n >= ``lanes``) on ``device``, int64, shape [2, n]; grown in powers of two.
+
+    A table that was outgrown stays allocated: a CUDA graph may hold its address.
+    """
     known = _weights.get(device)
     if known is None or known.shape[1] < lanes:
-        size = max(1 << 14, 1 << (lanes - 1).bit_length())
+        size = max(_FIRST_LANES, 1 << (lanes - 1).bit_length())
         table = np.ascontiguousarray(digest.weights(0, size)).view(np.int64)
-        known = torch.from_numpy(table.copy()).to(device)
-        _weights[device] = known
+        with torch.inference_mode(mode=False):
+            _weights[device] = torch.from_numpy(table.copy()).to(device)
+        if known is not None:
+            _outgrown.append(known)
+        known = _weights[device]
     return known
+
+
+def needs_zeros(view: LaneView) -> bool:
+    """Whether :func:`digest_into` adds into its output, which must then hold zeros."""
+    return view.lanes > _LANES_PER_PROGRAM and triton.cdiv(view.rows, _blocks(view.rows)[0]) < 512
+
+
+def digest_into(view: LaneView, out: int, dest: int = 0, lane_offset: int = 0) -> None:
+    """Write the digest of each row on the current stream.
+
+    Args:
+        view: the rows.
+        out: device address of int64 [n, 2], aligned to 16 bytes; zeros where :func:`needs_zeros`.
+        dest: device address of int64 [rows], the output row of each row or -1 to drop it; 0 when they are in order.
+        lane_offset: index of the first lane in the whole row, for shards.
+    """
+    w = weights_on(view.owner.device, view.lanes + lane_offset)
+    block_rows, block_lanes, warps = _blocks(view.rows)
+    row_blocks = triton.cdiv(view.rows, block_rows)
+    split = needs_zeros(view)
+    per_program = _LANES_PER_PROGRAM if split else triton.cdiv(view.lanes, block_lanes) * block_lanes
+    sizes = (view.rows, view.lanes, view.stride, w.stride(0), lane_offset)
+    fixed = (per_program, block_rows, block_lanes, split, dest != 0)
+    grid = (row_blocks, triton.cdiv(view.lanes, per_program), 1)
+    # Sizes and alignment are what Triton specialises on: a launcher kept for exactly these is the one it would choose,
+    # without the binding of arguments that costs more than the kernel of a small tensor.
+    key = (view.owner.device, *sizes, *fixed, view.address % _ALIGNED == 0)
+    runner = _runners.get(key)
+    if runner is not None:
+        runner(view.address, w.data_ptr(), out, dest or out, *sizes, *fixed)
+        return
+    compiled = _digest_kernel[grid](
+        _Address(view.address, torch.int32), w, _Address(out, torch.int64), _Address(dest or out, torch.int64),
+        *sizes, *fixed, num_warps=warps,
+    )  # fmt: skip
+    if len(_runners) < _MAX_RUNNERS:
+        _runners[key] = compiled[grid]
+
+
+def _blocks(rows: int) -> tuple[int, int, int]:
+    if rows >= _TALL_FROM_ROWS:
+        return TALL
+    return FLAT if rows >= _FLAT_FROM_ROWS else SINGLE
 
 
 def digest_device(tensor: torch.Tensor, rows: int, lane_offset: int = 0) -> torch.Tensor | None:
@@ -146,36 +209,21 @@ def digest_device(tensor: torch.Tensor, rows: int, lane_offset: int = 0) -> torc
     view = lane_view(tensor, rows)
     if view is None:
         return None
-    w = weights_on(tensor.device, view.lanes + lane_offset)
-    block_rows, block_lanes, warps = TALL if rows >= _TALL_FROM_ROWS else FLAT
-    row_blocks = triton.cdiv(rows, block_rows)
-    split = view.lanes > _LANES_PER_PROGRAM and row_blocks < 512
-    per_program = _LANES_PER_PROGRAM if split else triton.cdiv(view.lanes, block_lanes) * block_lanes
-    make = torch.zeros if split else torch.empty
+    make = torch.zeros if needs_zeros(view) else torch.empty
     out = make((rows, 2), dtype=torch.int64, device=tensor.device)
-    grid = (row_blocks, triton.cdiv(view.lanes, per_program))
-    source: Any = _as_int32(view)
-    _digest_kernel[grid](
-        source, w, out, rows, view.lanes, view.stride, w.stride(0), lane_offset,
-        LANES_PER_PROGRAM=per_program, BLOCK_ROWS=block_rows, BLOCK_LANES=block_lanes, SPLIT=split, num_warps=warps,
-    )  # fmt: skip
+    digest_into(view, out.data_ptr(), 0, lane_offset)
     return out
 
 
 class _Address:
-    """A device address that Triton takes as an int32 pointer."""
+    """A device address that Triton takes as a pointer to ``dtype``."""
 
-    dtype = torch.int32
-
-    def __init__(self, view: LaneView) -> None:
-        self._view = view
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self._address = address
+        self.dtype = dtype
 
     def data_ptr(self) -> int:
-        return self._view.address
-
-
-def _as_int32(view: LaneView) -> Any:
-    return _Address(view)
+        return self._address
 
 
 def digest_many(tensors: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor] | None:

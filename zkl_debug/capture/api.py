@@ -15,8 +15,9 @@ from torch import nn
 
 from zkl_debug.capture import meta as capture_meta
 from zkl_debug.capture.forcing import Forcing
+from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.hooks import ModuleHooks, ModuleRule
-from zkl_debug.capture.rows import FrameRows, padded_rows
+from zkl_debug.capture.rows import FrameRows, padded_rows, warmup_rows
 from zkl_debug.capture.session import CaptureOptions, CaptureSession, make_label_rows
 from zkl_debug.capture.state import model_state, notices_mutation
 from zkl_debug.capture.taps import TapSet
@@ -124,7 +125,21 @@ class Capture:
             self._hooks.install()
             if self.adapter is not None:
                 self.adapter.install(self)
+            if self.options.level != "off" and self.forcing is None and torch.cuda.is_available():
+                self.watch_graphs(GraphWatch(self.session, self.session.kernels))
         return self
+
+    def watch_graphs(self, watch: GraphWatch) -> None:
+        """See recordings and replays through ``watch``; graphs recorded from here on carry the probe's kernels."""
+        self.session.graphs = watch
+        watch.opener = self._open_for_replay
+        watch.install(self.taps)
+
+    def _open_for_replay(self) -> None:
+        """A graph of a whole model runs no hook: its rows are those given by :meth:`next_rows`."""
+        rows, self._pending = self._pending, None
+        if rows is not None:
+            self.session.begin_frame(rows)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for handle in self._root:
@@ -135,7 +150,7 @@ class Capture:
         if writer is None:
             return
         try:
-            self.session.end_frame()
+            self.session.close()
             extra = {**self.session.summary(), **self._manifest, "left_patched": list(self.taps.left_in_place)}
             if error is not None:
                 extra["ended_by"] = type(error).__name__
@@ -192,7 +207,10 @@ class Capture:
             return
         with session.guarded("model:in"):
             session.path.clear()
-            rows, self._pending = self._pending, None
+            session.in_forward = True
+            rows = self._recording_rows(args, kwargs)
+            if rows is None:
+                rows, self._pending = self._pending, None
             if rows is None and self.adapter is not None:
                 rows = self.adapter.open_frame(self, args, kwargs)
             if rows is None:
@@ -201,6 +219,8 @@ class Capture:
                 session.end_frame()
                 return
             session.begin_frame(rows)
+            if rows.warmup:
+                return
             ids, positions = _ids(args, kwargs)
             for name, value in (("inputs/token_ids:in.0", ids), ("inputs/position_ids:in.0", positions)):
                 if isinstance(value, torch.Tensor):
@@ -208,6 +228,14 @@ class Capture:
 
     def _after_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
         self.session.path.clear()
+        self.session.in_forward = False
+
+    def _recording_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | None:
+        """Token slots of a forward that is being recorded into a graph: its ids cannot be read, only their shape."""
+        if self.session.graphs is None or not self.session.graphs.active:
+            return None
+        ids, _ = _ids(args, kwargs)
+        return warmup_rows((ids.shape[1], ids.shape[0])) if ids is not None and ids.ndim == 2 else None
 
     def _guess_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | None:
         """Every row of a [b, s] batch taken as one whole sequence: trailing padding only adds rows nobody joins."""

@@ -85,7 +85,7 @@ class Forcing:
             self.unmatched.add(name)
             return
         index = self._index_of(name, site)
-        at = np.array([index.get(key, -1) for key in _keys(rows)], np.int64)
+        at = np.array([index.get(key, -1) for key in row_keys(rows)], np.int64)
         mine = np.flatnonzero(at >= 0)
         if len(mine) == 0:
             return
@@ -104,23 +104,24 @@ class Forcing:
             result.first = int(row["sample"]), int(row["position"]), int(row["token"])
         if kind is SiteKind.INPUT or parse_site(name).is_input:
             return
-        if not _shares(view.tensor, source):
+        if not shares_storage(view.tensor, source):
             result.missed += int(differ.sum())
             return
-        _write(view, mine[differ], there[differ])
+        write_rows(view, mine[differ], there[differ])
         result.forced += int(differ.sum())
 
     def _index_of(self, name: str, site: ReferenceSite) -> dict[bytes, int]:
         known = self._index.get(name)
         if known is None:
             known = {}
-            for i, key in enumerate(_keys(self.reference.rows[site.rows])):
+            for i, key in enumerate(row_keys(self.reference.rows[site.rows])):
                 known.setdefault(key, i)
             self._index[name] = known
         return known
 
 
-def _keys(rows: NDArray[np.void]) -> list[bytes]:
+def row_keys(rows: NDArray[np.void]) -> list[bytes]:
+    """Key of each row-table entry: position, label or not, prefix digest; equal keys mean equal tokens so far."""
     packed = np.zeros(len(rows), [("position", "<i8"), ("label", "<i8"), ("prefix", "<u8", (2,))])
     packed["position"] = rows["position"]
     packed["label"] = rows["flags"] & np.uint32(RowFlag.LABEL)
@@ -128,11 +129,12 @@ def _keys(rows: NDArray[np.void]) -> list[bytes]:
     return [entry.tobytes() for entry in packed]
 
 
-def _shares(view: torch.Tensor, source: torch.Tensor) -> bool:
+def shares_storage(view: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a write to ``view`` reaches ``source``."""
     return view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
 
 
-def _write(view: RowView, which: NDArray[np.int64], bits: NDArray[Any]) -> None:
+def write_rows(view: RowView, which: NDArray[np.int64], bits: NDArray[Any]) -> None:
     """Write raw bits into rows ``which`` of the view (indices into its rows)."""
     target = view.tensor.detach()
     at = which if view.take is None else view.take[which]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,28 +58,34 @@ def resolve(tensor: torch.Tensor, frame: FrameRows, layout: str = "") -> RowView
     batch_first = len(shape) >= 2 and shape[:2] == (b, s)
     seq_first = len(shape) >= 2 and shape[:2] == (s, b)
     if batch_first and (layout == "bs" or not seq_first) and b > 1:
-        flat = tensor.reshape(s * b, *shape[2:])
-        take = (frame.slot % b) * s + frame.slot // b
-        return _view(flat, take, n, shape[2:])
+        return _view(tensor.reshape(s * b, *shape[2:]), frame, shape[2:], batch_first=True)
     if seq_first or (batch_first and b == 1):
-        return _view(tensor.reshape(s * b, *shape[2:]), frame.slot, n, shape[2:])
+        return _view(tensor.reshape(s * b, *shape[2:]), frame, shape[2:])
     if shape[0] == s * b:
-        return _view(tensor, frame.slot, n, shape[1:])
+        return _view(tensor, frame, shape[1:])
     body = tensor
     if len(shape) > 2 and shape[0] == 1:
         body = tensor.squeeze(0)
     elif len(shape) > 2 and shape[1] == 1:
         body = tensor.squeeze(1)
     if b == 1 and body.shape[0] == n and np.array_equal(frame.slot, np.arange(n)):
-        return _view(body, frame.slot, n, tuple(body.shape[1:]))
+        return _view(body, frame, tuple(body.shape[1:]))
     if b == 1 and len(frame.last) and body.shape[0] == len(frame.last):
         return RowView(body, None, frame.last.astype(np.uint32), tuple(body.shape[1:]))
     return None
 
 
-def _view(flat: torch.Tensor, take: I64, n: int, row_shape: tuple[int, ...]) -> RowView:
-    whole = len(take) == flat.shape[0] and bool(np.array_equal(take, np.arange(len(take))))
-    return RowView(flat, None if whole else take, np.arange(n, dtype=np.uint32), tuple(row_shape))
+def _view(flat: torch.Tensor, frame: FrameRows, row_shape: tuple[int, ...], batch_first: bool = False) -> RowView:
+    """The view of a tensor with one row a slot. Index arrays are made once a frame and shared by all its sites."""
+    key = (flat.shape[0], batch_first)
+    known: tuple[I64 | None, NDArray[np.uint32]] | None = frame.cache.get(key)
+    if known is None:
+        s, b = frame.grid
+        take = (frame.slot % b) * s + frame.slot // b if batch_first else frame.slot
+        whole = len(take) == flat.shape[0] and bool(np.array_equal(take, np.arange(len(take))))
+        known = (None if whole else take, np.arange(len(frame.slot), dtype=np.uint32))
+        frame.cache[key] = known
+    return RowView(flat, known[0], known[1], tuple(row_shape))
 
 
 def raw_rows(view: RowView) -> NDArray[np.unsignedinteger]:
@@ -98,6 +105,11 @@ def raw_bits(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
     return flat.view(np_dtype)
 
 
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """torch's dtype name without the ``torch.`` prefix."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)

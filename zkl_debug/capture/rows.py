@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +31,8 @@ class FrameRows:
         step: training step, or -1.
         graph: CUDA-graph bucket, or -1.
         micro_batch: index of the micro-batch or engine step, or -1.
+        warmup: a call that prepares others (a graph is being recorded): its rows mean nothing and are not written.
+        cache: what :func:`zkl_debug.capture.layout.resolve` found for shapes seen before in this frame.
     """
 
     grid: tuple[int, int]
@@ -42,6 +46,8 @@ class FrameRows:
     graph: int = -1
     micro_batch: int = -1
     weight_version: int = 0
+    warmup: bool = False
+    cache: dict[object, Any] = field(default_factory=dict)
 
     @property
     def n_slots(self) -> int:
@@ -156,6 +162,14 @@ def packed_rows(
         parts.append(sequence_rows(samples[i], tokens[start : start + length], phase, prompt))
         slots.append(start + np.arange(length))
     return _assemble((len(tokens), 1), parts, slots, phase, lengths)
+
+
+@functools.lru_cache(maxsize=64)
+def warmup_rows(grid: tuple[int, int]) -> FrameRows:
+    """Every token slot of a call as a row without a key; shared, so not to be changed."""
+    count = grid[0] * grid[1]
+    slot = np.arange(count, dtype=np.int64)
+    return FrameRows(grid, np.zeros(count, ROW_DTYPE), slot, Phase.MIXED, 0, 0, warmup=True)
 
 
 def label_rows(rows: NDArray[np.void], label: NDArray[np.integer], extra_flags: int = 0) -> NDArray[np.void]:

@@ -6,10 +6,9 @@ import fnmatch
 import sys
 import threading
 import traceback
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zkl_debug.capture import device
+from zkl_debug.capture.device import ChunkPool, DeviceFrame, Kernels
+from zkl_debug.capture.drain import Drain
+from zkl_debug.capture.frame import Block, OpenFrame
+from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.layout import RowView, dtype_name, raw_rows, resolve
 from zkl_debug.capture.rows import FrameRows, label_rows
+from zkl_debug.capture.twins import Twins
 from zkl_debug.digest_torch import digest_tensor
 from zkl_debug.errors import ProbeError, UsageError
 from zkl_debug.schema import EventRecord, Json, SiteBlock, SiteKind, SiteMeta, StateRecord, parse_site
@@ -28,7 +31,6 @@ if TYPE_CHECKING:
     from zkl_debug.capture.forcing import Forcing
     from zkl_debug.store.writer import CaptureWriter
 
-_NO_DIGEST = np.zeros((0, 2), np.uint64)
 _ALIAS_KEEP = 24  # tensors whose digests are kept for the next hooks of the same frame
 
 
@@ -55,22 +57,6 @@ class CaptureOptions:
             raise UsageError(f"capture level {self.level!r}", "digest, payload or off")
 
 
-@dataclass
-class _OpenFrame:
-    index: int
-    rows: FrameRows
-    blocks: list[SiteBlock] = field(default_factory=list)
-    labels: list[NDArray[np.void]] = field(default_factory=list)
-    seen: dict[str, int] = field(default_factory=dict)
-    alias: OrderedDict[tuple[Any, ...], tuple[torch.Tensor, NDArray[np.uint64]]] = field(default_factory=OrderedDict)
-    pending: list[tuple[int, device.Pending]] = field(default_factory=list)  # (block, what is still on the device)
-    scratch: dict[str, Any] = field(default_factory=dict)  # adapter state of this frame (expert permutation ...)
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.rows.rows) + sum(len(part) for part in self.labels)
-
-
 class CaptureSession:
     """Collects the sites of each frame and hands them to the store.
 
@@ -93,7 +79,15 @@ class CaptureSession:
         self.step = -1
         self.weight_version = 0
         self.meta: dict[str, Json] = {}
-        self._frame: _OpenFrame | None = None
+        self.in_forward = False  # between the model's first hook and its last
+        self.kernels = Kernels()
+        self.graphs: GraphWatch | None = None
+        self.twins = Twins()
+        self.seen_eager: set[str] = set()
+        self.seen_graph: set[str] = set()
+        self._pool = ChunkPool()
+        self._drain: Drain | None = None
+        self._frame: OpenFrame | None = None
         self._next_frame = 0
         self._wanted: dict[str, bool] = {}
         self._lock = threading.RLock()
@@ -127,7 +121,7 @@ class CaptureSession:
 
     # ---- frames ---------------------------------------------------------------------------------------------------
     @property
-    def frame(self) -> _OpenFrame | None:
+    def frame(self) -> OpenFrame | None:
         """The open frame, if any."""
         return self._frame
 
@@ -137,32 +131,64 @@ class CaptureSession:
         if self.step >= 0 and rows.step < 0:
             rows.step = self.step
         rows.weight_version = self.weight_version
-        self._frame = _OpenFrame(self._next_frame, rows)
-        self._next_frame += 1
+        self._frame = OpenFrame(self._next_frame, rows)
+        self._next_frame += not rows.warmup
 
     def end_frame(self) -> None:
-        """Write the open frame, if any."""
-        frame, self._frame = self._frame, None
-        if frame is None or self.writer is None:
+        """Write the open frame, if any; a warm-up is dropped."""
+        frame = self._frame
+        if frame is None or self.writer is None or frame.rows.warmup:
+            self._frame = None
             return
-        if frame.pending:
-            with self.guarded("read-out"):
-                for (at, _), (digest, payload) in zip(
-                    frame.pending, device.read_out([p for _, p in frame.pending]), strict=True
-                ):
-                    frame.blocks[at] = replace(frame.blocks[at], digest=digest, payload=payload)
-            if not self.enabled:
-                return
-        table = np.concatenate([frame.rows.rows, *frame.labels]) if frame.labels else frame.rows.rows
-        table["frame"] = frame.index
-        self.writer.write_frame(frame.rows.frame_record(frame.index, self.event_seq, len(table)), table, frame.blocks)
+        with self.guarded("read-out"):
+            if self.graphs is not None:
+                self.graphs.collect(frame)
+            self._check_drain()
+        self._frame = None
+        if not self.enabled:
+            return
+        (self.seen_eager if frame.rows.graph < 0 else self.seen_graph).update(frame.seen)
         self.frames_written += 1
+        record = frame.rows.frame_record(frame.index, self.event_seq, frame.n_rows)
+
+        def file(table: NDArray[np.void], blocks: list[SiteBlock]) -> None:
+            assert self.writer is not None
+            self.writer.write_frame(record, table, blocks)
+
+        if frame.device is None and self._drain is None:
+            file(frame.table(), frame.finished())
+            return
+        with self.guarded("read-out"):
+            self._drain = self._drain or Drain()
+            self._drain.submit(frame.job(self.device_frame(frame), file, self.twins))
+
+    def _check_drain(self) -> None:
+        if self._drain is not None and self._drain.failure is not None:
+            raise self._drain.failure
 
     def flush(self) -> None:
         """Write the open frame and wait until every frame so far is durable."""
         self.end_frame()
+        if self._drain is not None:
+            self._drain.flush()
         if self.writer is not None:
             self.writer.flush()
+
+    def close(self) -> None:
+        """Hand every frame to the writer and end the read-out."""
+        self.end_frame()
+        drain, self._drain = self._drain, None
+        if drain is not None:
+            drain.close()
+        if self.twins.betrayed:
+            pairs = ", ".join(f"{a} = {b}" for _, a, b in sorted(self.twins.betrayed)[:3])
+            self.errors.append(f"sites that shared one reading turned out to differ later: {pairs}")
+
+    def device_frame(self, frame: OpenFrame) -> DeviceFrame:
+        """What the frame has on the device; made when first asked for."""
+        if frame.device is None:
+            frame.device = DeviceFrame(self._pool, self.kernels)
+        return frame.device
 
     # ---- sites ----------------------------------------------------------------------------------------------------
     def wants(self, name: str) -> bool:
@@ -208,15 +234,32 @@ class CaptureSession:
             return False
         if not self.wants(name):
             return False
-        view = resolve(tensor, frame.rows, layout)
+        recording = self.graphs is not None and self.graphs.active
+        if frame.rows.warmup and not recording:
+            view = resolve(tensor, frame.rows, layout)
+            if view is not None:  # keeps the order of execution among the sites inside the graphs
+                self._meta(name, self._flat(view) if flatten else view, kind, semantic)
+            return False
+        if recording and self.graphs is not None:
+            view = self.graphs.resolve(frame.rows, tensor, layout)
+        else:
+            view = resolve(tensor, frame.rows, layout)
         if view is None:
             self.not_rows.setdefault(name, str(tuple(tensor.shape)))
             return False
         if flatten:
-            width = int(np.prod(view.row_shape, dtype=np.int64))
-            view = RowView(view.tensor.reshape(view.tensor.shape[0], width), view.take, view.row, (width,))
+            view = self._flat(view)
+        if recording and self.graphs is not None:
+            meta = self._meta(name, view, kind, semantic)
+            self.graphs.record(name, meta, view, self.options.level == "payload")
+            return True
         self.record_view(name, view, kind=kind, semantic=semantic, source=tensor)
         return True
+
+    @staticmethod
+    def _flat(view: RowView) -> RowView:
+        width = int(np.prod(view.row_shape, dtype=np.int64))
+        return RowView(view.tensor.reshape(view.tensor.shape[0], width), view.take, view.row, (width,))
 
     def record_view(
         self, name: str, view: RowView, *, kind: SiteKind, semantic: str = "", source: torch.Tensor | None = None
@@ -227,23 +270,27 @@ class CaptureSession:
         used again.
         """
         frame = self._frame
-        if frame is None or len(view.row) == 0 or not self.wants(name):
+        if frame is None or frame.rows.warmup or len(view.row) == 0 or not self.wants(name):
             return
-        name = self._occurrence(frame, name)
+        if self.graphs is not None and self.graphs.active:
+            self.graphs.unreach(name, "its rows are known on the host only, after the call")
+            return
+        name = self.occurrence(frame, name)
         meta = self._meta(name, view, kind, semantic)
         if self.forcing is not None:
             table = np.concatenate([frame.rows.rows, *frame.labels]) if frame.labels else frame.rows.rows
             self.forcing.visit(name, view, kind, table[view.row], view.tensor if source is None else source)
             return
         wanted = self.options.level == "payload"
-        pending = device.launch(view, wanted)
-        if pending is not None:
-            frame.pending.append((len(frame.blocks), pending))
-            frame.blocks.append(SiteBlock(meta, view.row, _NO_DIGEST))
-            return
+        if self.kernels.takes(view.tensor):
+            self.device_frame(frame)
+            pending = frame.launch(name, view, source, wanted, self.twins)
+            if pending is not None:
+                frame.blocks.append(Block(meta, view.row, pending=pending))
+                return
         payload = raw_rows(view) if wanted else None
         digest = self._digest(frame, view, source)
-        frame.blocks.append(SiteBlock(meta, view.row, digest, payload))
+        frame.blocks.append(Block(meta, view.row, digest, payload))
 
     def record_labels(
         self, label_site: str, rows: NDArray[np.void], selected: torch.Tensor, used: torch.Tensor
@@ -257,7 +304,7 @@ class CaptureSession:
             used: label ids that were used, shape [n], int64.
         """
         frame = self._frame
-        if frame is None or len(rows) == 0:
+        if frame is None or frame.rows.warmup or len(rows) == 0:
             return
         index = (frame.n_rows + np.arange(len(rows))).astype(np.uint32)
         frame.labels.append(rows)
@@ -271,7 +318,8 @@ class CaptureSession:
             raise ProbeError("no frame is open")
         return self._frame.rows.rows
 
-    def _occurrence(self, frame: _OpenFrame, name: str) -> str:
+    def occurrence(self, frame: OpenFrame, name: str) -> str:
+        """The name under which this occurrence of a site in the frame is filed."""
         count = frame.seen.get(name, 0)
         frame.seen[name] = count + 1
         if count == 0:
@@ -293,7 +341,11 @@ class CaptureSession:
             return SiteMeta(name, kind, known.layer, known.order, known.port, dtype, view.row_shape, semantic=semantic)
         return known
 
-    def _digest(self, frame: _OpenFrame, view: RowView, source: torch.Tensor | None) -> NDArray[np.uint64]:
+    def meta_like(self, name: str, meta: SiteMeta) -> SiteMeta:
+        """The meta of a further occurrence of a site."""
+        return self.metas.setdefault(name, replace(meta, name=name, order=len(self.metas)))
+
+    def _digest(self, frame: OpenFrame, view: RowView, source: torch.Tensor | None) -> NDArray[np.uint64]:
         tensor = view.tensor.detach()
         n_view = tensor.shape[0]
         if view.take is not None and 2 * len(view.take) < n_view:
@@ -344,6 +396,7 @@ class CaptureSession:
             "outside_frames": dict(sorted(self.outside.items())),
             "unkeyed_rows": self.unkeyed_rows,
             "frames": self.frames_written,
+            "graphs": self.graphs.summary(self.seen_eager, self.seen_graph) if self.graphs is not None else None,
         }
 
 

@@ -65,6 +65,9 @@ class MegatronAdapter:
         if context is not None and not context.is_static_batching():
             rows, self.step_requests = dynamic_step(context, self.history)
             self.context = context
+            if rows.warmup:
+                self.step_requests = None
+                return rows
             capture.session.unkeyed_rows += len(self.step_requests.request) - len(self.step_requests.keyed)
             return rows
         ids = kwargs.get("input_ids", args[0] if args else None)

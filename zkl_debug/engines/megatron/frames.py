@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.rows import FrameRows, make_rows, packed_rows, padded_rows
+from zkl_debug.capture.rows import FrameRows, make_rows, packed_rows, padded_rows, warmup_rows
 from zkl_debug.digest import prefix_digests
 from zkl_debug.schema import Phase, RowFlag
 
@@ -71,6 +71,9 @@ def dynamic_step(context: Any, history: EngineHistory) -> tuple[FrameRows, StepR
     """
     n = int(context.active_token_count)
     padded = int(context.padded_active_token_count)
+    if getattr(context, "is_creating_cuda_graphs", False):
+        none = np.zeros(0, np.int64)
+        return warmup_rows((padded, 1)), StepRequests(none, none, none)
     slots = context.token_to_request_idx[:n].long()
     request = context.request_ids[slots].cpu().numpy().astype(np.int64)
     position = context.token_to_pos_ids[:n].cpu().numpy().astype(np.int64)

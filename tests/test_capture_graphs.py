@@ -1,0 +1,264 @@
+"""Capture inside graphs, with a stand-in for CUDA graphs that records and replays on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from zkl_debug.capture.api import Capture
+from zkl_debug.capture.device import Kernels
+from zkl_debug.capture.graphs import GraphWatch
+from zkl_debug.capture.rows import FrameRows, make_rows
+from zkl_debug.digest import digest_array, prefix_digests
+from zkl_debug.digest_torch import digest_tensor
+from zkl_debug.schema import Phase
+from zkl_debug.store.reader import open_capture
+
+WIDTH = 8
+
+
+class FakeGraph:
+    """Records the operations of :class:`Layer` and of the probe as closures over fixed buffers, and replays them."""
+
+    current: FakeGraph | None = None
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], None]] = []
+
+    def capture_begin(self) -> None:
+        FakeGraph.current = self
+
+    def capture_end(self) -> None:
+        FakeGraph.current = None
+
+    def replay(self) -> None:
+        for step in self.steps:
+            step()
+
+
+def _copy(to: torch.Tensor, value: torch.Tensor) -> None:
+    to.copy_(value)
+
+
+class FakeKernels(Kernels):
+    """Digests on the host; inside a recording they become steps of the graph."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_floating_point()
+
+    def capturing(self) -> bool:
+        return FakeGraph.current is not None
+
+    def slots(self, rows: int) -> torch.Tensor:
+        return torch.zeros((rows, 2), dtype=torch.int64)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        kept = tensor.clone()
+        if FakeGraph.current is not None:
+            FakeGraph.current.steps.append(lambda: _copy(kept, tensor))
+        return kept
+
+    def digest(
+        self, tensor: torch.Tensor, rows: int, out: torch.Tensor, dest: torch.Tensor | None, *, clear: bool
+    ) -> bool:
+        if clear:
+            out.zero_()
+
+        def step() -> None:
+            found = torch.from_numpy(digest_tensor(tensor, rows).view(np.int64))
+            at = torch.arange(rows) if dest is None else dest
+            out[at[at >= 0]] = found[at >= 0]
+
+        if FakeGraph.current is not None:
+            FakeGraph.current.steps.append(step)
+        else:
+            step()
+        return True
+
+
+class Layer(nn.Module):
+    """x -> x * w, always into one buffer that all layers of a model share, as memory of a graph pool is."""
+
+    def __init__(self, weight: float, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.buffer = weight, buffer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.buffer[: x.shape[0] * x.shape[1]].view(x.shape)
+
+        def step() -> None:
+            out.copy_(x * self.weight)
+
+        if FakeGraph.current is not None:
+            FakeGraph.current.steps.append(step)
+        step()
+        return out
+
+
+class Model(nn.Module):
+    """Two layers over a table of token vectors; ``graph`` replays what was recorded for the call's shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        buffer = torch.zeros(64, WIDTH)
+        self.layers = nn.ModuleList([Layer(2.0, buffer), Layer(3.0, buffer)])
+        self.table = torch.arange(100 * WIDTH, dtype=torch.float32).view(100, WIDTH)
+        self.static = torch.zeros(4, 1, WIDTH)
+        self.graph: FakeGraph | None = None
+        self.use_graph = False
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.table[input_ids.T]
+        if not self.use_graph:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+        self.static.copy_(x)
+        if self.graph is None:
+            self.graph = graph = FakeGraph()
+            graph.capture_begin()
+            y = self.static
+            for layer in self.layers:
+                y = layer(y)
+            graph.capture_end()
+        self.graph.replay()
+        return self.layers[1].buffer[:4].view(4, 1, WIDTH)
+
+
+def _rows(tokens: list[int], graph: int) -> FrameRows:
+    ids = np.array(tokens, np.int32)
+    n = len(ids)
+    rows = make_rows(np.zeros(n), np.arange(n), ids, prefix_digests(ids), int(Phase.DECODE))
+    return FrameRows((4, 1), rows, np.arange(n), Phase.DECODE, n, 1, graph=graph)
+
+
+def _call(model: Model, capture: Capture | None, tokens: list[int], graph: bool) -> torch.Tensor:
+    if capture is not None:
+        capture.next_rows(_rows(tokens, 4 if graph else -1))
+    model.use_graph = graph
+    padded = torch.tensor([*tokens, *[0] * (4 - len(tokens))])
+    return model(padded[None])[: len(tokens)].clone()
+
+
+def _watched(model: Model, folder: Path, **options: Any) -> Capture:
+    capture = Capture(model, folder, "gen", **options)
+    capture.__enter__()
+    capture.session.kernels = FakeKernels()
+    capture.watch_graphs(GraphWatch(capture.session, capture.session.kernels, FakeGraph))
+    return capture
+
+
+def _digests(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    with open_capture(folder) as found:
+        assert found.manifest["probe"] == {"ok": True, "errors": []}
+        return {name: np.array(site.digest) for name, site in found.sites.items()}
+
+
+@pytest.mark.parametrize("level", ["digest", "payload"])
+def test_replays_give_what_eager_frames_give_padding_dropped_and_recording_not_counted(
+    tmp_path: Path, level: str
+) -> None:
+    batches = [[5, 6, 7], [8, 9], [1, 2, 3, 4]]
+    model = Model()
+    capture = _watched(model, tmp_path / "eager", level=level)
+    for tokens in batches:
+        _call(model, capture, tokens, graph=False)
+    capture.__exit__(None, None, None)
+
+    model = Model()
+    capture = _watched(model, tmp_path / "graph", level=level)
+    capture.next_rows(_warmup())
+    model.use_graph = True
+    model(torch.zeros(1, 4, dtype=torch.int64))  # the engine records its graphs before it serves
+    for tokens in batches:
+        _call(model, capture, tokens, graph=True)
+    capture.__exit__(None, None, None)
+
+    eager, graphed = _digests(tmp_path / "eager"), _digests(tmp_path / "graph")
+    assert set(eager) == set(graphed)
+    assert len(graphed) == 5  # token ids, and in and out of two layers
+    for name, digest in eager.items():
+        assert digest.shape == (9, 2)
+        assert np.array_equal(digest, graphed[name]), name
+    with open_capture(tmp_path / "graph") as found:
+        assert [int(f) for f in found.frames["graph"]] == [4, 4, 4]
+        facts = found.manifest["graphs"]
+        assert (facts["recorded"], facts["replays"], facts["replays_out_of_reach"]) == (1, 3, 0)
+        assert facts["only_eager"] == {}
+        if level == "payload":
+            values = found.sites["layers.1:out"].payload(slice(0, 3))
+            assert np.array_equal(values.view(np.float32), model.table[[5, 6, 7]].numpy() * 6)
+    # The buffer all layers share holds only the last layer's values; the digests are those at the time of each kernel.
+    assert np.array_equal(graphed["layers.0:out"][:3], digest_array(model.table[[5, 6, 7]].numpy() * 2))
+    assert np.array_equal(graphed["layers.1:out"][:3], digest_array(model.table[[5, 6, 7]].numpy() * 6))
+
+
+def _warmup() -> FrameRows:
+    from zkl_debug.capture.rows import warmup_rows
+
+    return warmup_rows((4, 1))
+
+
+def test_two_replays_in_one_frame_are_two_occurrences(tmp_path: Path) -> None:
+    model = Model()
+    capture = _watched(model, tmp_path / "c")
+    capture.next_rows(_warmup())
+    model.use_graph = True
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    assert model.graph is not None
+    _call(model, capture, [5, 6], graph=True)
+    model.static.copy_(model.static + 1)
+    model.graph.replay()
+    capture.__exit__(None, None, None)
+    found = _digests(tmp_path / "c")
+    assert np.array_equal(found["layers.1:out"], digest_array(model.table[[5, 6]].numpy() * 6))
+    assert np.array_equal(found["layers.1#1:out"], digest_array((model.table[[5, 6]].numpy() + 1) * 6))
+
+
+def test_a_graph_of_before_is_left_alone_and_said_to_be_out_of_reach(tmp_path: Path) -> None:
+    model = Model()
+    _call(model, None, [5, 6], graph=True)
+    assert model.graph is not None
+    steps = list(model.graph.steps)
+    capture = _watched(model, tmp_path / "c")
+    _call(model, capture, [5, 6], graph=True)
+    _call(model, capture, [5, 6], graph=False)
+    capture.__exit__(None, None, None)
+    assert model.graph.steps == steps
+    with open_capture(tmp_path / "c") as found:
+        facts = found.manifest["graphs"]
+    assert (facts["recorded"], facts["replays_out_of_reach"]) == (0, 1)
+    assert set(facts["only_eager"]) == {f"layers.{i}:{port}" for i in (0, 1) for port in ("in", "out")}
+
+
+def test_nothing_of_the_probe_stays_on_the_graph_class(tmp_path: Path) -> None:
+    before = dict(vars(FakeGraph))
+    capture = _watched(Model(), tmp_path / "c")
+    assert FakeGraph.replay is not before["replay"]
+    capture.__exit__(None, None, None)
+    assert dict(vars(FakeGraph)) == before
+
+
+def test_a_recorder_that_reads_the_shared_buffer_after_the_replay_is_refused(tmp_path: Path) -> None:
+    """The trap this module avoids: every layer's tensor views one buffer, read once the whole graph has run."""
+    from zkl_debug.diff import diff_captures
+
+    for side in ("a", "b"):
+        model = Model()
+        capture = _watched(model, tmp_path / side)
+        capture.next_rows(_warmup())
+        model.use_graph = True
+        model(torch.zeros(1, 4, dtype=torch.int64))
+        out = _call(model, capture, [5, 6, 7, 8], graph=True)
+        for name in ("layers.0.linear_proj", "layers.1.linear_proj"):
+            capture.record(f"{name}:out", out)
+        capture.__exit__(None, None, None)
+    verdict = diff_captures(tmp_path / "a", tmp_path / "b")
+    assert verdict.exit_code == 3
+    assert verdict.to_json()["refusal"]["code"] == "one-buffer"

@@ -1,0 +1,148 @@
+"""An open frame: what was recorded of it so far, on the host and still on the device; and how it is filed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from zkl_debug.capture.device import DeviceFrame, Pending, payload_bits
+from zkl_debug.capture.drain import Job
+from zkl_debug.capture.layout import RowView
+from zkl_debug.capture.rows import FrameRows
+from zkl_debug.capture.twins import Key, Twins, tensor_key
+from zkl_debug.schema import U64, SiteBlock, SiteMeta
+
+if TYPE_CHECKING:
+    from zkl_debug.capture.graphs import Plan
+
+_TWIN_KEEP = 24  # tensors kept alive for the next hooks of the same frame
+
+
+@dataclass(frozen=True)
+class Block:
+    """One site of a frame: its digests (and payload) on the host, or where they are on the device."""
+
+    meta: SiteMeta
+    row: NDArray[np.uint32]
+    digest: U64 | None = None
+    payload: NDArray[Any] | None = None
+    pending: Pending | None = None
+
+
+@dataclass
+class OpenFrame:
+    """The frame that is being recorded.
+
+    Attributes:
+        index: its number in the capture.
+        rows: what its token slots are.
+        blocks: sites so far.
+        labels: label rows, in order, behind ``rows``.
+        seen: occurrences of each site name.
+        alias: on a CPU, digests of the last tensors.
+        scratch: what an adapter keeps for the length of the frame.
+        device: what is on the device, if anything is.
+        plans: graphs that were replayed in it, each with the digests of an earlier replay in the same frame.
+    """
+
+    index: int
+    rows: FrameRows
+    blocks: list[Block] = field(default_factory=list)
+    labels: list[NDArray[np.void]] = field(default_factory=list)
+    seen: dict[str, int] = field(default_factory=dict)
+    alias: OrderedDict[tuple[Any, ...], tuple[torch.Tensor, U64]] = field(default_factory=OrderedDict)
+    scratch: dict[str, Any] = field(default_factory=dict)
+    device: DeviceFrame | None = None
+    plans: list[Plan] = field(default_factory=list)
+    twins: OrderedDict[Key, tuple[torch.Tensor, str, Pending]] = field(default_factory=OrderedDict)
+    pairs: list[tuple[str, str, Pending, Pending]] = field(default_factory=list)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows so far, label rows included."""
+        return len(self.rows.rows) + sum(len(part) for part in self.labels)
+
+    @property
+    def kind(self) -> int:
+        """Class of the frame for :class:`Twins`: its phase, and whether it replays a graph."""
+        return int(self.rows.phase) + (16 if self.rows.graph >= 0 else 0)
+
+    def table(self) -> NDArray[np.void]:
+        """All rows, label rows last."""
+        table: NDArray[np.void] = np.concatenate([self.rows.rows, *self.labels]) if self.labels else self.rows.rows
+        table["frame"] = self.index
+        return table
+
+    def launch(
+        self, name: str, view: RowView, source: torch.Tensor | None, payload: bool, twins: Twins
+    ) -> Pending | None:
+        """Digests of a view on its device; those of the tensor's last site where the two are known to be one."""
+        assert self.device is not None
+        key = tensor_key(source, view.take) if source is not None else None
+        earlier = self.twins.get(key) if key is not None else None
+        if earlier is not None and not payload and twins.trusted(self.kind, self.index, earlier[1], name):
+            return earlier[2]
+        made = self.device.launch(view, payload)
+        if made is None or key is None:
+            return made
+        assert source is not None
+        if earlier is not None:
+            self.pairs.append((earlier[1], name, earlier[2], made))
+            return made
+        self.twins[key] = (source, name, made)
+        if len(self.twins) > _TWIN_KEEP:
+            self.twins.popitem(last=False)
+        return made
+
+    def finished(self) -> list[SiteBlock]:
+        """The sites of a frame that has nothing on a device."""
+        return [_finished(block, []) for block in self.blocks]
+
+    def job(self, device: DeviceFrame, file: Callable[[NDArray[np.void], list[SiteBlock]], None], twins: Twins) -> Job:
+        """The frame as a job of the drain; issues its copies.
+
+        Args:
+            device: what the frame has on the device.
+            file: called with the row table and the finished blocks.
+            twins: told which pairs of sites were equal.
+        """
+        device.copy_out()
+        self.twins.clear()  # lets go of the tensors
+
+        def read() -> Callable[[], None]:
+            parts = device.arrays()
+            for first, second, a, b in self.pairs:
+                twins.judge(self.kind, first, second, _digests(parts, a), _digests(parts, b))
+            return lambda: file(self.table(), [_finished(block, parts) for block in self.blocks])
+
+        held = sum(chunk.used for chunk in device.chunks) * 16
+        return Job(read, held + sum(_payload_bytes(b) for b in self.blocks))
+
+
+def _payload_bytes(block: Block) -> int:
+    pending = block.pending
+    if pending is None or pending.payload is None:
+        return 0
+    return pending.payload.numel() * pending.payload.element_size()
+
+
+def _digests(parts: list[U64], pending: Pending) -> U64:
+    found = parts[pending.part][pending.start : pending.start + pending.rows]
+    return found if pending.take is None else found[pending.take]
+
+
+def _finished(block: Block, parts: list[U64]) -> SiteBlock:
+    pending = block.pending
+    if pending is None:
+        assert block.digest is not None
+        return SiteBlock(block.meta, block.row, block.digest, block.payload)
+    payload = payload_bits(pending)
+    if payload is not None and pending.take is not None:
+        payload = payload[pending.take]
+    return SiteBlock(block.meta, block.row, _digests(parts, pending), payload)
