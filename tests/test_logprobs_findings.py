@@ -217,6 +217,11 @@ def test_copies_say_no() -> None:
 
     assert shapes.copied(edited(wrong_place)) is None
 
+    def only_zeros(gen: F32) -> None:
+        gen[5, :10] = 0
+
+    assert shapes.copied(edited(only_zeros)) is None
+
 
 def test_equal_values_of_equal_prefixes_are_no_copies() -> None:
     tokens = np.random.default_rng(0).integers(0, 99, (4, 30))

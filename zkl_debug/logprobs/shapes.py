@@ -192,6 +192,8 @@ def _sources(view: View, ours: F32, theirs: F32) -> tuple[Bools, dict[int, int]]
     origin: dict[int, int] = {}
     looked_at = 0
     candidates = np.flatnonzero(telling)
+    if candidates.shape[0] == 0:
+        return None
     sequences, starts = np.unique(view.sequence[candidates], return_index=True)
     for sequence, mine in zip(sequences.tolist(), np.split(candidates, starts[1:]), strict=True):
         mine = mine[:_ROWS_A_SEQUENCE]

@@ -149,7 +149,9 @@ def document(drift: Drift) -> dict[str, Json]:
         "verdict": verdict,
         "claim": {
             "equality": "bytes",
-            "scope": "log-probs of every generated token, every step",
+            "scope": "log-probs of every generated token"
+            + (" and of every prompt token the engine returned" if drift.options.prompt_log_probs else "")
+            + ", every step",
             "repeats": 3 if drift.repeats else 1,
         },
         "onset": {
@@ -181,6 +183,7 @@ def document(drift: Drift) -> dict[str, Json]:
         "event": drift.event.to_json() if drift.event else None,
         "between": [e.to_json() for e in drift.between],
         "explanations": [g.to_json() for g in found],
+        "table": [*drift.table],
         "operator": _operator(drift, found),
         "captures": drift.captures,
         "metrics": [_metrics(r) for r in drift.records],
@@ -273,6 +276,8 @@ def lines(drift: Drift) -> Iterator[str]:
     yield ""
     yield from _state_lines(doc)
     yield from _operator_lines(doc["operator"])
+    for finding in drift.table[:1]:
+        yield f"  log-probs alone: {finding['name']}: {finding['text']}"
     yield from _cost(doc)
     for step in doc["next"]:
         yield f"next: {step}"
@@ -285,6 +290,7 @@ _KINDS = {
     "either": "state and data each alone",
     "interaction": "only this state on this data",
     "always": "from the first step on",
+    "table": "the table of log-probs, not the model",
     "undecided": "undecided",
 }
 

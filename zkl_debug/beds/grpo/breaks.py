@@ -6,6 +6,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zkl_debug.errors import UsageError
@@ -264,4 +265,31 @@ def blocks_freed_at_sleep(loop: GrpoLoop) -> Iterator[None]:
 
     with PatchSet() as patches:
         patches.set(engine, "suspend", wrap(engine.suspend))
+        yield
+
+
+@contextmanager
+def reused_rows(loop: GrpoLoop) -> Iterator[None]:
+    """Prompt log-probs are put into rows of a buffer past the cached part, and handed out from the row's start."""
+    import numpy as np
+
+    from zkl_debug.engines.megatron.rollout import RolloutGenerator
+    from zkl_debug.engines.patching import patched
+
+    del loop
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def generate(self: Any, requests: Any) -> Any:
+            rows = np.zeros((7, self.config.max_sequence_length), np.float32)
+            handed_out = []
+            for result in original(self, requests):
+                count = len(result.prompt_log_probs)
+                row, new = rows[result.sample % len(rows), :count], ~np.isnan(result.prompt_log_probs)
+                row[new] = result.prompt_log_probs[new]
+                handed_out.append(replace(result, prompt_log_probs=row.copy()))
+            return handed_out
+
+        return generate
+
+    with patched(RolloutGenerator, "generate", wrap):
         yield

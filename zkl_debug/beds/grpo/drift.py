@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,12 @@ from zkl_debug.beds.grpo.cells import Cell, CellRunner, same_as_live
 from zkl_debug.beds.grpo.loop import GrpoLoop, open_loop
 from zkl_debug.beds.grpo.options import GrpoOptions
 from zkl_debug.beds.grpo.proof import prove_blocks
-from zkl_debug.beds.grpo.record import StepRecord, write_table
+from zkl_debug.beds.grpo.record import StepRecord, table_of, write_table
 from zkl_debug.beds.grpo.watch import LoopValues, LoopWatch
 from zkl_debug.bisect.outcome import Outcome
 from zkl_debug.bisect.steps import Fault, Onset, OnsetStatus, SwapVerdict
 from zkl_debug.diff.state import EventRef, StateFinding, freed_blocks, state_findings
+from zkl_debug.logprobs.report import analyse
 from zkl_debug.schema import Json
 
 if TYPE_CHECKING:
@@ -48,10 +49,12 @@ class Drift:
         swaps: the 2x2 of weights and data on fresh engines, and of carried state and data, with their verdicts.
         probe: from which step on the engine's state fails on the data of the onset step.
         cells: every run of the exchange.
-        kind: ``state`` (carried by the engine), ``data``, ``weights``, ``either``, ``interaction`` or ``undecided``.
+        kind: ``state`` (carried by the engine), ``data``, ``weights``, ``either``, ``interaction``, ``always``,
+            ``table`` (both sides computed the same, what was handed on differs) or ``undecided``.
         reason: why, in words.
         state: wrong state at the onset step, most telling first.
         between: events between the last good generation and the first bad one.
+        table: what the log-probs of the onset step say by themselves.
         operator: verdict of the captures of the onset step, both sides.
         captures: where these are.
         parameters: parameters the engine has.
@@ -72,6 +75,7 @@ class Drift:
     reason: str = ""
     state: list[StateFinding] = field(default_factory=list)
     between: list[EventRef] = field(default_factory=list)
+    table: list[dict[str, Any]] = field(default_factory=list)
     operator: Json = None
     captures: str = ""
     parameters: int = 0
@@ -167,8 +171,23 @@ def _investigate(drift: Drift, loop: GrpoLoop, watch: LoopWatch, out: Path | Non
     runner.put(bad)
     _state(drift, watch, record, runner)
     drift.between = _between(watch.log.moments, bad)
+    report = analyse(table_of([record], mask_prompts=False))
+    told: list[Any] = [finding.to_json(report.view.differs) for finding in report.findings]
+    drift.table = sorted(told, key=lambda finding: -finding["evidence"]["explains"])
     _operator(drift, runner, bad, out, say)
+    if drift.kind in ("always", "data") and isinstance(drift.operator, dict):
+        _computed_equal(drift, drift.operator)
     drift.cells = list(runner.done.values())
+
+
+def _computed_equal(drift: Drift, verdict: Mapping[str, Json]) -> None:
+    """Where every captured value is equal on both sides, the fault lies behind the model."""
+    if verdict["verdict"] == "identical":
+        drift.kind = "table"
+        drift.reason = (
+            "everything both sides computed is equal, log-probs included; what the engine handed on is not: not the "
+            "model, but the way from it to the table of log-probs"
+        )
 
 
 def _keep_onset(loop: GrpoLoop, watch: LoopWatch, bad: int, out: Path) -> None:

@@ -53,13 +53,12 @@ def serve(pipe: Connection) -> None:
 @contextmanager
 def _engine(options: GrpoOptions, rendezvous: str) -> Iterator[_Engine]:
     from zkl_debug.beds.grpo.faults_loop import loop_fault
-    from zkl_debug.beds.grpo.layouts import bed_model, gen_config
+    from zkl_debug.beds.grpo.layouts import bed_model, rollouts
     from zkl_debug.beds.grpo.loop import surroundings
-    from zkl_debug.engines.megatron.rollout import RolloutGenerator
 
     fault = loop_fault(options.fault)
     with surroundings(options):
-        side = LocalSide(RolloutGenerator(bed_model(options), gen_config(options)))
+        side = LocalSide(rollouts(options, bed_model(options)))
         with fault.breaks_everywhere():
             yield _Engine(side, rendezvous)
 

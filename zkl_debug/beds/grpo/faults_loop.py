@@ -20,11 +20,12 @@ class LoopAnswer:
     """What a diagnosis must say.
 
     Attributes:
-        swap: ``state``, ``data``, ``weights`` or empty when nothing differs.
+        swap: ``state``, ``data``, ``table`` (what was computed is equal, what was handed on is not) or empty when
+            nothing differs.
         step: the step at which it begins; 0 when nothing differs.
         event: name of the event that changed the state, or should have and did not; empty for data.
         match: how the wrong state is explained, e.g. ``version v-2``, ``dtype-rounded``, ``permutation``.
-        names: glob patterns, one of which every blamed tensor matches.
+        names: glob patterns, one of which every blamed tensor matches; for ``table`` the finding at log-prob level.
     """
 
     swap: str = ""
@@ -148,6 +149,15 @@ register(
         breaks.blocks_freed_at_sleep,
         LoopAnswer("state", 4, "sleep", "two owners", ("kv/block.*",)),
         {"nap": 4, "late": 4},
+    ),
+    LoopFault(
+        "S13",
+        "prompt log-probs are filled in past the cached part only, in a buffer that other requests used",
+        "vllm#42245",
+        breaks.reused_rows,
+        LoopAnswer("table", 1, names=("another-samples-rows",)),
+        {"prompt_log_probs": True, "chunked_prefill": False, "max_tokens": 512},
+        everywhere=True,
     ),
     LoopFault(
         "S14",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zkl_debug.beds.grpo.dedicated import Worker
     from zkl_debug.engines.megatron.generation import GenConfig
     from zkl_debug.engines.megatron.model import ModelSpec
+    from zkl_debug.engines.megatron.rollout import RolloutGenerator
 
 
 #: Layers of a hybrid model: Mamba, then attention.
@@ -83,29 +84,32 @@ def bed_model(options: GrpoOptions) -> nn.Module:
     return model
 
 
+def rollouts(options: GrpoOptions, model: nn.Module) -> RolloutGenerator:
+    """The engine of a run over a model."""
+    from zkl_debug.engines.megatron.rollout import RolloutGenerator
+
+    return RolloutGenerator(model, gen_config(options), options.prompt_log_probs)
+
+
 def fresh_engine(options: GrpoOptions, weights: nn.Module) -> LocalSide:
     """An engine nothing has happened to, over a new model with a plain copy of ``weights``."""
     import torch
-
-    from zkl_debug.engines.megatron.rollout import RolloutGenerator
 
     model = bed_model(options)
     given = dict(weights.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(given[name])
-    return LocalSide(RolloutGenerator(model, gen_config(options)))
+    return LocalSide(rollouts(options, model))
 
 
 class SharedLayout:
     """``colocated-shared``: the engine runs the trainer's own model; there is nothing to copy."""
 
     def __init__(self, options: GrpoOptions) -> None:
-        from zkl_debug.engines.megatron.rollout import RolloutGenerator
-
         self.trainer = bed_model(options)
         self.engine_model = self.trainer
-        self.generator = RolloutGenerator(self.trainer, gen_config(options))
+        self.generator = rollouts(options, self.trainer)
         self.side = LocalSide(self.generator, (self,))
 
     def refit(self) -> None:
@@ -116,11 +120,9 @@ class InferenceModelLayout:
     """``colocated-inference-model``: a second model in eval mode, updated through ``swap_model_weights``."""
 
     def __init__(self, options: GrpoOptions) -> None:
-        from zkl_debug.engines.megatron.rollout import RolloutGenerator
-
         self.trainer = bed_model(options)
         self.engine_model = bed_model(options).eval()
-        self.generator = RolloutGenerator(self.engine_model, gen_config(options))
+        self.generator = rollouts(options, self.engine_model)
         self.side = LocalSide(self.generator, (self,))
 
     def refit(self) -> None:

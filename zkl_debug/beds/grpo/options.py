@@ -36,6 +36,7 @@ class GrpoOptions:
         refresh: let the engine's model see ``train()`` after every refit, which drops what modules derived from their
             weights; mcore does not do that by itself either.
         chunked_prefill: split prompts at the token budget of an engine step.
+        prompt_log_probs: ask the engine for log-probs of prompt tokens too, and compare those it returns.
         max_tokens: that budget; a multiple of 64.
         nap: 0, or the engine step before which the engine sleeps and wakes while requests are in flight.
         late: that many of the last requests are submitted only after the nap.
@@ -74,6 +75,7 @@ class GrpoOptions:
     invalidate: bool = True
     refresh: bool = True
     chunked_prefill: bool = True
+    prompt_log_probs: bool = False
     max_tokens: int = 512
     nap: int = 0
     late: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from zkl_debug.beds.grpo.data import Batch
 from zkl_debug.beds.grpo.options import GrpoOptions
+from zkl_debug.digest import prefix_digests
 from zkl_debug.logprobs.metrics import Metrics, compute_arrays
+from zkl_debug.logprobs.table import LogprobTable, make_table
 
 if TYPE_CHECKING:
     from zkl_debug.engines.megatron.generation import GenResult
@@ -31,6 +33,7 @@ class Rollout:
         prompt_length: tokens of the prompt.
         gen, train: float32 log-probs of the generated tokens, [n].
         uses: KV blocks it was given, chunk by chunk.
+        prompt_gen, prompt_train: float32 log-probs of prompt tokens 1..n-1, NaN where the engine returned none.
     """
 
     sample: int
@@ -39,11 +42,14 @@ class Rollout:
     gen: F32
     train: F32
     uses: tuple[BlockUse, ...] = ()
+    prompt_gen: F32 = field(default_factory=lambda: np.zeros(0, np.float32))
+    prompt_train: F32 = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @property
     def equal(self) -> bool:
-        """Whether both sides have the same bits everywhere."""
-        return bool(np.array_equal(self.gen.view(np.uint32), self.train.view(np.uint32)))
+        """Whether both sides have the same bits in every row that both have."""
+        told = ~np.isnan(self.prompt_gen)
+        return _same(self.gen, self.train) and _same(self.prompt_gen[told], self.prompt_train[told])
 
     @property
     def cached_blocks(self) -> tuple[int, ...]:
@@ -91,6 +97,8 @@ def sequences_of(
             r.generated_log_probs,
             scored[r.sample][r.prompt_length - 1 :],
             tuple(u for u in uses if u.request == r.request_id),
+            r.prompt_log_probs,
+            scored[r.sample][: r.prompt_length - 1],
         )
         for r in results
     )
@@ -121,17 +129,39 @@ def make_record(
     return StepRecord(batch.step, version, batch, sequences, metrics_of(sequences), loss, grad_norm, seconds)
 
 
+def table_of(records: Sequence[StepRecord], mask_prompts: bool = True) -> LogprobTable:
+    """All log-probs as one table; rows of prompts, where the engine returned any, are masked unless asked otherwise."""
+    parts = [_rows(record, s, mask_prompts) for record in records for s in record.sequences]
+    columns: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return make_table(**columns)
+
+
+def _rows(record: StepRecord, s: Rollout, mask_prompts: bool) -> dict[str, Any]:
+    position = np.arange(1, len(s.tokens))
+    gen, train = (np.concatenate(pair) for pair in ((s.prompt_gen, s.gen), (s.prompt_train, s.train)))
+    told = ~np.isnan(gen) | (position >= s.prompt_length)
+    generated = position >= s.prompt_length
+    columns = {
+        "step": np.full(len(position), record.step),
+        "sample": np.full(len(position), s.sample),
+        "position": position,
+        "token": np.asarray(s.tokens[1:]),
+        "gen": gen,
+        "train": train,
+        "mask": np.where(generated | (not mask_prompts), 1.0, 0.0).astype(np.float32),
+        "generated": generated,
+        "prefix": prefix_digests(np.asarray(s.tokens))[1:],
+    }
+    return {name: column[told] for name, column in columns.items()}
+
+
 def write_table(records: Sequence[StepRecord], path: Path) -> None:
     """All log-probs as one table that ``zkl-debug logprobs`` reads (npz: step, sample, position, token, gen, train)."""
-    columns: dict[str, list[Any]] = {n: [] for n in ("step", "sample", "position", "token", "gen", "train", "mask")}
-    for record in records:
-        for s in record.sequences:
-            positions = np.arange(s.prompt_length, len(s.tokens))
-            columns["step"].append(np.full(len(positions), record.step))
-            columns["sample"].append(np.full(len(positions), s.sample))
-            columns["position"].append(positions)
-            columns["token"].append(np.asarray(s.tokens[s.prompt_length :]))
-            columns["gen"].append(s.gen)
-            columns["train"].append(s.train)
-            columns["mask"].append(np.ones(len(positions), np.float32))
-    np.savez(path, **{name: np.concatenate(parts) for name, parts in columns.items()})  # type: ignore[arg-type]
+    table = table_of(records)
+    assert table.train is not None
+    names = ("step", "sample", "position", "token", "gen", "train", "mask", "generated")
+    np.savez(path, **{name: getattr(table, name) for name in names})
+
+
+def _same(a: F32, b: F32) -> bool:
+    return bool(np.array_equal(a.view(np.uint32), b.view(np.uint32)))

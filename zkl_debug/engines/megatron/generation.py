@@ -44,6 +44,7 @@ class GenConfig:
     seed: int = 0
     buffer_gb: float = 0.01
     cuda_graphs: int | None = None  # number of CUDA graphs to capture; None for eager steps
+    graphs_for_prefill: bool = False  # mixed and prefill steps replay graphs too
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,23 @@ class DynamicGenerator:
         self.engine.suspend()
         self.steps = 0
 
+    def record_graphs(self) -> None:
+        """Record this engine's CUDA graphs anew, so that a probe attached now is inside them.
+
+        Only for an engine of one's own: graphs of the process are deleted first. Without graphs nothing happens.
+        """
+        if self.config.cuda_graphs is None:
+            return
+        from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+        with quiet():
+            self.engine.resume()
+            try:
+                delete_cuda_graphs()
+                self.engine.create_cuda_graphs()
+            finally:
+                self.engine.suspend()
+
     def generate(self, requests: Sequence[Request]) -> list[GenResult]:
         """Run all requests to their end; results in the order of ``requests``.
 
@@ -105,7 +123,7 @@ class DynamicGenerator:
                 self._run(waiting, finished)
             finally:
                 self.engine.suspend()
-        return [_result(request, finished[request.sample]) for request in requests]
+        return [result_of(request, finished[request.sample]) for request in requests]
 
     def reprefill(self, results: Iterable[GenResult], block: int | None = None) -> list[GenResult]:
         """Submit prompt + generated tokens as new prompts, so that generated positions exist as prefill rows.
@@ -172,6 +190,7 @@ def _dynamic_context(model: nn.Module, config: GenConfig) -> Any:
         prefix_caching_eviction_policy=policy,
         kv_cache_management_mode=KVCacheManagementMode(config.kv_management),
         num_cuda_graphs=config.cuda_graphs,
+        use_cuda_graphs_for_non_decode_steps=config.graphs_for_prefill,
         mamba_inference_state_config=MambaInferenceStateConfig.from_model(model),
     )
     return DynamicInferenceContext(model.config, inference)
@@ -205,7 +224,8 @@ class TokenIds:
         return " ".join(str(token) for token in tokens)
 
 
-def _result(request: Request, finished: Any) -> GenResult:
+def result_of(request: Request, finished: Any) -> GenResult:
+    """What mcore returned for a request whose prompt log-probs were asked for; those it skipped become NaN."""
     generated = tuple(int(t) for t in finished.generated_tokens)
     known = np.array([*(finished.prompt_log_probs or ()), *(finished.generated_log_probs or ())], dtype=np.float32)
     prompt_length = len(request.prompt)

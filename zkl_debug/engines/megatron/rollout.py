@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from zkl_debug.engines.cpu import quiet
-from zkl_debug.engines.megatron.generation import DynamicGenerator, GenConfig, GenResult, Request
+from zkl_debug.engines.megatron.generation import DynamicGenerator, GenConfig, GenResult, Request, result_of
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,14 @@ class BlockUse:
 class RolloutGenerator(DynamicGenerator):
     """The dynamic engine as a loop uses it.
 
-    Prompt log-probs are not asked for, as in NeMo-RL. ``uses`` tells, after a generation, which KV blocks every
-    request was given. ``naps`` are engine steps before which the engine sleeps and wakes while requests are in flight;
-    ``on_nap`` is called between.
+    Prompt log-probs are not asked for, as in NeMo-RL, unless ``prompt_log_probs``. ``uses`` tells, after a generation,
+    which KV blocks every request was given. ``naps`` are engine steps before which the engine sleeps and wakes while
+    requests are in flight; ``on_nap`` is called between.
     """
 
-    def __init__(self, model: nn.Module, config: GenConfig) -> None:
+    def __init__(self, model: nn.Module, config: GenConfig, prompt_log_probs: bool = False) -> None:
         super().__init__(model, config)
+        self.prompt_log_probs = prompt_log_probs
         self.uses: list[BlockUse] = []
         self.naps: tuple[int, ...] = ()
         self.on_nap: Callable[[], None] = lambda: None
@@ -73,7 +74,8 @@ class RolloutGenerator(DynamicGenerator):
                 self._run(waiting, finished)
             finally:
                 self.engine.suspend()
-        return [_result(request, finished[request.sample]) for request in requests]
+        told = result_of if self.prompt_log_probs else _result
+        return [told(request, finished[request.sample]) for request in requests]
 
     def _run(self, waiting: deque[Request], finished: dict[int, Any]) -> None:
         step = 0
@@ -98,7 +100,7 @@ class RolloutGenerator(DynamicGenerator):
         sampling = SamplingParams(
             num_tokens_to_generate=request.n_generate,
             return_log_probs=True,
-            skip_prompt_log_probs=True,
+            skip_prompt_log_probs=not self.prompt_log_probs,
             top_k=1 if self.config.greedy else 0,
             temperature=self.config.temperature,
             termination_id=-1,
