@@ -106,7 +106,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        buffer = torch.zeros(64, WIDTH)
+        self.buffer = buffer = torch.zeros(64, WIDTH)
         self.layers = nn.ModuleList([Layer(2.0, buffer), Layer(3.0, buffer)])
         self.table = torch.arange(100 * WIDTH, dtype=torch.float32).view(100, WIDTH)
         self.static = torch.zeros(4, 1, WIDTH)
@@ -128,13 +128,13 @@ class Model(nn.Module):
                 y = layer(y)
             graph.capture_end()
         self.graph.replay()
-        return self.layers[1].buffer[:4].view(4, 1, WIDTH)
+        return self.buffer[:4].view(4, 1, WIDTH)
 
 
 def _rows(tokens: list[int], graph: int) -> FrameRows:
     ids = np.array(tokens, np.int32)
     n = len(ids)
-    rows = make_rows(np.zeros(n), np.arange(n), ids, prefix_digests(ids), int(Phase.DECODE))
+    rows = make_rows(np.zeros(n, np.int64), np.arange(n), ids, prefix_digests(ids), int(Phase.DECODE))
     return FrameRows((4, 1), rows, np.arange(n), Phase.DECODE, n, 1, graph=graph)
 
 
@@ -143,7 +143,8 @@ def _call(model: Model, capture: Capture | None, tokens: list[int], graph: bool)
         capture.next_rows(_rows(tokens, 4 if graph else -1))
     model.use_graph = graph
     padded = torch.tensor([*tokens, *[0] * (4 - len(tokens))])
-    return model(padded[None])[: len(tokens)].clone()
+    out: torch.Tensor = model(padded[None])
+    return out[: len(tokens)].clone()
 
 
 def _watched(model: Model, folder: Path, **options: Any) -> Capture:

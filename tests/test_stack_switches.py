@@ -8,7 +8,7 @@ from zkl_debug.engines.cpu import cpu_backend
 from zkl_debug.engines.megatron.world import world
 from zkl_debug.engines.patching import replaced_kernels
 from zkl_debug.stack import SwitchError, ladder, resolve, switch
-from zkl_debug.stack.switches import Switch, _check, applied
+from zkl_debug.stack.switches import Switch, applied, check_together
 
 
 def test_ladder_is_complete_and_documented() -> None:
@@ -35,11 +35,11 @@ def test_requirements_and_conflicts_are_checked() -> None:
     base = switch("log-softmax")
     needy = Switch("needy", "x", "mcore", "g", base.apply, base.effective, requires=("log-softmax",))
     hostile = Switch("hostile", "x", "mcore", "g", base.apply, base.effective, conflicts=("log-softmax",))
-    _check([needy, base])
+    check_together([needy, base])
     with pytest.raises(SwitchError, match="needy is on without log-softmax"):
-        _check([needy])
+        check_together([needy])
     with pytest.raises(SwitchError, match="hostile and log-softmax are both on"):
-        _check([hostile, base])
+        check_together([hostile, base])
 
 
 def test_effective_reads_back_what_is_on() -> None:

@@ -21,16 +21,34 @@ class Bed:
         description: one line for listings.
         model: keyword arguments of :class:`zkl_debug.engines.megatron.model.ModelSpec`.
         dtypes: dtypes it runs in.
+        engine: ``cpu``, or the kind of GPU model (:data:`zkl_debug.engines.megatron.gpu.KINDS`).
+        sizes: on a GPU, what ``small`` and ``full`` add to ``model``.
     """
 
     name: str
     description: str
     model: Mapping[str, Any]
     dtypes: tuple[str, ...] = DTYPES
+    engine: str = "cpu"
+    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it runs on a GPU."""
+        return self.engine != "cpu"
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer in the small size, 0 for a dense model."""
+        return int({**self.model, **self.sizes.get("small", {})}.get("experts", 0))
 
     @property
     def switches(self) -> tuple[str, ...]:
         """Names of the switches of its stack, in ladder order."""
+        if self.on_gpu:
+            from zkl_debug.beds.gpu import gpu_ladder
+
+            return tuple(s.name for s in gpu_ladder(self, graphs=True))
         from zkl_debug.stack import ladder
 
         return tuple(s.name for s in ladder())
@@ -41,6 +59,21 @@ class Bed:
         from zkl_debug.beds.faults import FAULTS
 
         return tuple(f.id for f in FAULTS.values() if self.name in f.beds)
+
+
+SIZES = ("small", "full")
+_SMALL = {"layers": 2, "hidden": 1024, "heads": 16, "kv_groups": 4, "ffn": 2816, "vocab": 8192, "max_length": 512}
+_FULL = {"layers": 16, "hidden": 2048, "heads": 16, "kv_groups": 8, "ffn": 8192, "vocab": 32768, "max_length": 2048}
+_DENSE = {"small": _SMALL, "full": _FULL}
+_EXPERTS = {
+    "small": {**_SMALL, "experts": 8, "topk": 2, "expert_ffn": 512},
+    "full": {**_FULL, "experts": 64, "topk": 4, "expert_ffn": 768},
+}
+_ENGINE = "through the dynamic engine on a GPU"
+
+
+def _on_gpu(name: str, kind: str, text: str, sizes: Mapping[str, Mapping[str, Any]]) -> Bed:
+    return Bed(name, f"{text}, {_ENGINE} (--size small or full)", {}, ("bf16",), kind, sizes)
 
 
 BEDS: dict[str, Bed] = {
@@ -56,6 +89,10 @@ BEDS: dict[str, Bed] = {
             "the same with 8 experts, top-4, in layers 1-3 (all-to-all dispatcher, fp32 router)",
             {"layers": 4, "experts": 8, "topk": 4, "dense_layers": 1},
         ),
+        _on_gpu("gpt-te", "te", "dense GPT of 1.1 B parameters, Transformer Engine spec", _DENSE),
+        _on_gpu("gpt-infopt", "infopt", "the same with the inference-optimised spec", _DENSE),
+        _on_gpu("gpt-local-fa4", "local-fa4", "the same with the local spec and FlashAttention-4 in scoring", _DENSE),
+        _on_gpu("moe-te", "te", "GPT with 64 experts, top-4, Transformer Engine spec (grouped GEMM)", _EXPERTS),
     )
 }
 
@@ -97,6 +134,8 @@ class BedOptions:
         reprefill: after generation, submit prompt + generated tokens as prompts.
         longest_prompt: prompts are cut to so many tokens; 0 leaves them as planned.
         greedy: greedy decoding; otherwise seeded sampling at temperature 1.
+        size: ``small`` or ``full``; beds of a CPU have one size.
+        graphs: on a GPU, decode through CUDA graphs.
         threads: torch threads during the run (restored afterwards); 0 leaves the process's setting.
     """
 
@@ -123,11 +162,26 @@ class BedOptions:
     longest_prompt: int = 0
     greedy: bool = True
     threads: int = 1
+    size: str = "full"
+    graphs: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the bed runs on a GPU."""
+        return bed(self.bed).on_gpu
 
     def __post_init__(self) -> None:
         known = bed(self.bed)
         if self.dtype not in known.dtypes:
             raise UsageError(f"bed {self.bed} has no dtype {self.dtype!r}", f"one of {', '.join(known.dtypes)}")
+        if self.size not in SIZES:
+            raise UsageError(f"size {self.size!r}", f"one of {', '.join(SIZES)}")
+        if known.on_gpu and self.fault is not None:
+            raise UsageError(
+                f"fault {self.fault} cannot be put into bed {self.bed}", "a bed of a CPU", "zkl-debug beds"
+            )
+        if self.graphs and not known.on_gpu:
+            raise UsageError(f"bed {self.bed} has no CUDA graphs", "a bed of a GPU", "zkl-debug beds")
         wrong = [s for s in self.sides if s not in SIDES]
         if wrong or not self.sides:
             raise UsageError(f"sides {', '.join(self.sides) or 'none'}", f"some of {', '.join(SIDES)}")

@@ -111,6 +111,8 @@ def _probed(context: BedContext, side: str, folder: Path) -> Iterator[None]:
         lengths = getattr(capture.adapter, "prompt_lens", None)
         if lengths is not None:
             lengths.update(context.prompt_lens)
+        if side == "gen":
+            context.generator.record_graphs()
         yield
         verify(context.switches, context.model)
         capture.add_manifest("switches", {s.name: s.reading(context.model).on for s in context.switches})

@@ -65,11 +65,15 @@ class Probe:
         return cls(narrow, wide)
 
 
-def bed_switches(bed: str) -> tuple[Switch, ...]:
+def bed_switches(bed: str, graphs: bool = False) -> tuple[Switch, ...]:
     """What a bisection over a bed varies: the stack of the bed, then what can take the place of parts of it."""
     from zkl_debug.beds.bed import bed as known_bed
 
-    known_bed(bed)
+    known = known_bed(bed)
+    if known.on_gpu:
+        from zkl_debug.beds.gpu import gpu_ladder
+
+        return gpu_ladder(known, graphs=graphs)
     return (*ladder(), *BED_ENGINE_KEYS)
 
 

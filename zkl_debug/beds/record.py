@@ -96,6 +96,8 @@ def _side[T](
     with _capture(context, side, folder, record) as capture:
         # Scoring rows then carry which tokens were generated.
         capture.adapter.prompt_lens.update(context.prompt_lens)
+        if side == "gen":
+            context.generator.record_graphs()
         probed = work()
         if plain is not None:
             certification[side] = {
@@ -104,6 +106,8 @@ def _side[T](
             }
             capture.add_manifest("self_repeat", certification[side])
         capture.add_manifest("switches", {s.name: s.effective() for s in context.switches})
+    if side == "gen":
+        context.generator.record_graphs()  # without the probe's kernels
     return probed
 
 

@@ -19,6 +19,7 @@ from zkl_debug.stack import Switch, resolve
 
 if TYPE_CHECKING:
     from zkl_debug.engines.megatron.generation import DynamicGenerator, GenResult
+    from zkl_debug.engines.megatron.gpu import GpuSpec
     from zkl_debug.engines.megatron.model import ModelSpec
     from zkl_debug.engines.megatron.scoring import MicroBatch
 
@@ -59,7 +60,7 @@ class BedContext:
 
     options: BedOptions
     bed: Bed
-    spec: ModelSpec
+    spec: ModelSpec | GpuSpec
     model: Any
     generator: DynamicGenerator
     switches: tuple[Switch, ...]
@@ -154,6 +155,12 @@ OnSide = Callable[[BedContext, str], AbstractContextManager[Any]]
 def open_bed(options: BedOptions) -> Iterator[BedContext]:
     """Everything a run needs, set up inside the block and taken down after it: CPU backend, world, model, switches."""
     known = bed(options.bed)
+    if known.on_gpu:
+        from zkl_debug.beds.gpu import open_gpu_bed
+
+        with open_gpu_bed(options, known) as context:
+            yield context
+        return
     put_in = fault(options.fault, options.bed, options.dtype)
     options = put_in.adjust(options)
     switches = resolve(options.stack, options.switches)

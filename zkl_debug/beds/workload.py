@@ -50,6 +50,10 @@ _PADDED = (1, 5, 0, 3)
 
 def requests(options: BedOptions, vocab: int) -> list[Request]:
     """The requests of a run, in order of submission."""
+    if options.on_gpu and options.size == "full":
+        from zkl_debug.beds.gpu import full_requests
+
+        return _permuted(full_requests(options, vocab), options.permute)
     from zkl_debug.engines.megatron.generation import Request
 
     prompts: dict[int, tuple[int, ...]] = {}

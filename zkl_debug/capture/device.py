@@ -45,7 +45,7 @@ class Kernels:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def digest(
-        self, tensor: torch.Tensor, rows: int, out: torch.Tensor, dest: torch.Tensor | None, clear: bool
+        self, tensor: torch.Tensor, rows: int, out: torch.Tensor, dest: torch.Tensor | None, *, clear: bool
     ) -> bool:
         """Issue the digests of ``rows`` rows into ``out`` [n, 2] int64, row i at ``dest[i]``; False if it cannot.
 

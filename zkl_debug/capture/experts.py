@@ -67,6 +67,9 @@ def record_expert_rows(session: CaptureSession, name: str, tensor: torch.Tensor,
     if frame is None:
         session.outside[name] = session.outside.get(name, 0) + 1
         return False
+    if session.recording or frame.rows.warmup:
+        session.out_of_reach(name, "its rows are in expert order, which is not known inside a graph")
+        return False
     head = name.rsplit(":", 1)[0]
     match = _EXPERT.match(head + ".")
     moe_path = match.group("moe") if match else re.split(r"[./](?:experts|permute|unpermute)", head)[0]

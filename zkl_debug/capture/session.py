@@ -234,7 +234,7 @@ class CaptureSession:
             return False
         if not self.wants(name):
             return False
-        recording = self.graphs is not None and self.graphs.active
+        recording = self.recording
         if frame.rows.warmup and not recording:
             view = resolve(tensor, frame.rows, layout)
             if view is not None:  # keeps the order of execution among the sites inside the graphs
@@ -272,8 +272,8 @@ class CaptureSession:
         frame = self._frame
         if frame is None or frame.rows.warmup or len(view.row) == 0 or not self.wants(name):
             return
-        if self.graphs is not None and self.graphs.active:
-            self.graphs.unreach(name, "its rows are known on the host only, after the call")
+        if self.recording:
+            self.out_of_reach(name, "its rows are known on the host only, after the call")
             return
         name = self.occurrence(frame, name)
         meta = self._meta(name, view, kind, semantic)
@@ -380,6 +380,17 @@ class CaptureSession:
         """Store a state snapshot under the current event."""
         if self.writer is not None:
             self.writer.write_state(self.event_seq, records)
+
+    # ---- graphs ---------------------------------------------------------------------------------------------------
+    @property
+    def recording(self) -> bool:
+        """Whether a CUDA graph is being recorded: nothing may be read from the device now."""
+        return self.graphs is not None and self.graphs.active
+
+    def out_of_reach(self, name: str, reason: str) -> None:
+        """List a site that cannot be recorded inside a graph."""
+        if self.graphs is not None:
+            self.graphs.unreach(name, reason)
 
     # ---- module path ----------------------------------------------------------------------------------------------
     def current_path(self) -> str:

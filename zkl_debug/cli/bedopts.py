@@ -30,6 +30,8 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--packing/--no-packing", default=True, show_default=True, help="Score some sequences packed."),
     click.option("--chunk", type=int, default=64, show_default=True, help="Longest prefill chunk, tokens."),
     click.option("--chunked-prefill/--no-chunked-prefill", default=True, show_default=True),
+    click.option("--size", type=click.Choice(["small", "full"]), default="full", show_default=True, help="GPU beds."),
+    click.option("--graphs/--no-graphs", default=False, show_default=True, help="Decode in CUDA graphs (GPU beds)."),
     click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True),
 )
 
@@ -45,6 +47,8 @@ _DIRECT = (
     "chunked_prefill",
     "prefix_caching",
     "fault",
+    "size",
+    "graphs",
 )
 
 

@@ -14,6 +14,7 @@ def describe() -> dict[str, Any]:
     """Beds, switches and faults as one document."""
     from zkl_debug.beds.bed import BEDS
     from zkl_debug.beds.faults import FAULTS
+    from zkl_debug.beds.gpu import lacking
     from zkl_debug.beds.grpo.faults_loop import LOOP_FAULTS
     from zkl_debug.beds.grpo.options import DTYPES, LAYOUTS
     from zkl_debug.stack import ladder
@@ -22,7 +23,14 @@ def describe() -> dict[str, Any]:
         "format": "zkl-beds",
         "version": 1,
         "beds": [
-            {"name": b.name, "description": b.description, "dtypes": list(b.dtypes), "faults": list(b.faults)}
+            {
+                "name": b.name,
+                "description": b.description,
+                "dtypes": list(b.dtypes),
+                "faults": list(b.faults),
+                "untestable": lacking(b) if b.on_gpu else "",
+                **({"switches": list(b.switches), "sizes": list(b.sizes)} if b.on_gpu else {}),
+            }
             for b in BEDS.values()
         ]
         + [
@@ -49,8 +57,7 @@ def describe() -> dict[str, Any]:
             for f in FAULTS.values()
         ],
         "loop_faults": [
-            {"id": f.id, "title": f.title, "source": f.source, "layouts": list(f.layouts)}
-            for f in LOOP_FAULTS.values()
+            {"id": f.id, "title": f.title, "source": f.source, "layouts": list(f.layouts)} for f in LOOP_FAULTS.values()
         ],
     }
 
@@ -65,7 +72,7 @@ def command(as_json: bool) -> int:
         return 0
     console = stdout()
     for title, key, columns in (
-        ("Beds", "beds", ("name", "description", "dtypes")),
+        ("Beds", "beds", ("name", "description", "dtypes", "untestable")),
         ("Switches, in ladder order", "switches", ("name", "fixes", "owner")),
         ("Faults", "faults", ("id", "title", "beds", "dtypes")),
         ("Faults of the loop", "loop_faults", ("id", "title", "layouts")),
@@ -74,7 +81,7 @@ def command(as_json: bool) -> int:
         for column in columns:
             table.add_column(column, overflow="fold")
         for item in document[key]:
-            table.add_row(*(", ".join(v) if isinstance(v := item[c], list) else str(v) for c in columns))
+            table.add_row(*(", ".join(v) if isinstance(v := item.get(c), list) else str(v or "") for c in columns))
         console.print(table)
     console.print("next: zkl-debug capture --bed tiny-gpt --stack off --out DIR")
     return 0

@@ -42,6 +42,8 @@ def group() -> None:
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="bf16", show_default=True, help="Of the bed.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the bed: weights and prompts.")
 @click.option("--fault", metavar="ID", help="A defect put into the bed.")
+@click.option("--size", type=click.Choice(["small", "full"]), default="full", show_default=True, help="Of a GPU bed.")
+@click.option("--graphs/--no-graphs", default=False, show_default=True, help="CUDA graphs of a GPU bed.")
 @click.option("--hold", "held", multiple=True, metavar="NAME=on|off", help="A switch of the bed that is not varied.")
 @click.option("--keep", is_flag=True, help="Keep the captures of the bed's runs.")
 @click.option("--journal", type=click.Path(path_type=Path), help="File of finished runs: resumes, repeats nothing.")
@@ -130,7 +132,7 @@ def _space(given: dict[str, Any]) -> Space:
         raise UsageError("a bed runs no COMMAND", "--bed NAME alone, or --space FILE -- COMMAND")
     from zkl_debug.beds.oracle import bed_space, bed_switches, parse_held
 
-    return bed_space(bed_switches(given["bed"]), parse_held(given["held"]))
+    return bed_space(bed_switches(given["bed"], given["graphs"]), parse_held(given["held"]))
 
 
 def _oracle(space: Space, given: dict[str, Any], out: Path) -> Oracle:
@@ -143,8 +145,17 @@ def _oracle(space: Space, given: dict[str, Any], out: Path) -> Oracle:
     from zkl_debug.beds.bed import BedOptions
     from zkl_debug.beds.oracle import DEFAULT_LIMITS, BedOracle
 
-    options = BedOptions(bed=given["bed"], dtype=given["dtype"], seed=given["seed"], fault=given["fault"])
-    limits = Limits(given["timeout"] or DEFAULT_LIMITS.timeout, given["memory"] or DEFAULT_LIMITS.memory)
+    options = BedOptions(
+        bed=given["bed"],
+        dtype=given["dtype"],
+        seed=given["seed"],
+        fault=given["fault"],
+        size=given["size"],
+        graphs=given["graphs"],
+    )
+    # CUDA maps far more address space than it uses: a cap on it would stop every run of a GPU bed.
+    cap = given["memory"] or (None if options.on_gpu else DEFAULT_LIMITS.memory)
+    limits = Limits(given["timeout"] or DEFAULT_LIMITS.timeout, cap)
     return BedOracle(space, options, out, limits=limits, keep=given["keep"])
 
 

@@ -148,11 +148,16 @@ def resolve(stack: bool, changes: Mapping[str, bool] | None = None) -> tuple[Swi
                 "zkl-debug bisect switches --space FILE -- COMMAND",
             )
     on = [s for s in (*stacked, *extra) if changes.get(s.name, stack and s in stacked)]
-    _check(on)
+    check_together(on)
     return tuple(on)
 
 
-def _check(on: Iterable[Switch]) -> None:
+def check_together(on: Iterable[Switch]) -> None:
+    """Raise unless the switches that are on have what they require and nothing they conflict with.
+
+    Raises:
+        SwitchError: naming the first that does not fit.
+    """
     on = list(on)
     names = {s.name for s in on}
     for s in on:

@@ -23,6 +23,9 @@ class GpuSpec:
         kind: ``te`` (Transformer Engine spec), ``infopt`` (inference-optimised spec) or ``local-fa4`` (local spec with
             FlashAttention-4 as the training core attention).
         experts: 0 for a dense model.
+        flash_attention_version: None leaves the choice to megatron-core and Transformer Engine.
+        attention_backend: ``auto`` or ``flash``.
+        cuda_graphs: decode steps may be replayed from CUDA graphs (``cuda_graph_impl="local"``).
         batch_invariant: ``TransformerConfig.batch_invariant_mode``; the kernels are switched on by the caller.
     """
 
@@ -38,7 +41,9 @@ class GpuSpec:
     topk: int = 2
     expert_ffn: int = 512
     batch_invariant: bool = False
-    flash_attention_version: int = 4
+    flash_attention_version: int | None = None
+    attention_backend: str = "auto"
+    cuda_graphs: bool = False
 
 
 def build_gpu_model(spec: GpuSpec, seed: int) -> nn.Module:
@@ -82,6 +87,10 @@ def _config(spec: GpuSpec) -> Any:
         )
     if spec.kind == "infopt":
         extra["transformer_impl"] = "inference_optimized"
+    if spec.cuda_graphs:
+        extra["cuda_graph_impl"] = "local"
+    if spec.flash_attention_version is not None:
+        extra["flash_attention_version"] = spec.flash_attention_version
     return TransformerConfig(
         num_layers=spec.layers,
         hidden_size=spec.hidden,
@@ -97,8 +106,7 @@ def _config(spec: GpuSpec) -> Any:
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        flash_attention_version=spec.flash_attention_version,
-        attention_backend=AttnBackend.flash,
+        attention_backend=AttnBackend[spec.attention_backend],
         batch_invariant_mode=spec.batch_invariant,
         **extra,
     )

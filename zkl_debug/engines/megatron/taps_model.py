@@ -249,6 +249,9 @@ def _permute(capture: Capture, function: Callable[..., Any]) -> Callable[..., An
         if _active(capture):
             with capture.session.guarded("permute"):
                 path = capture.session.current_path()
+                if capture.session.recording:  # reading the map would end the recording
+                    capture.session.out_of_reach(f"{path}/permute:out.0", "expert order is not known inside a graph")
+                    return result
                 pairs = routing_map.bool().T.nonzero()  # expert-major: the order of the permuted rows
                 if len(pairs) == result[0].shape[0]:
                     found = Permutation(pairs[:, 1].cpu().numpy(), pairs[:, 0].cpu().numpy())

@@ -14,10 +14,11 @@ _owns_process_group = False
 _owns_parallel_state = False
 
 
-def ensure_world(seed: int = 123) -> None:
+def ensure_world(seed: int = 123, inference_rng: bool = False) -> None:
     """Initialise what is missing: process group (in-process store, no port), model-parallel state, RNG tracker.
 
-    Idempotent; leaves alone what a host program has already set up.
+    Idempotent; leaves alone what a host program has already set up. ``inference_rng``: the tracker is the one that
+    megatron-core's CUDA graphs ask for.
     """
     global _owns_process_group, _owns_parallel_state
     if not dist.is_initialized():
@@ -30,16 +31,19 @@ def ensure_world(seed: int = 123) -> None:
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel()
             _owns_parallel_state = True
-            seed_tracker(seed)
+            seed_tracker(seed, inference_rng)
 
 
-def seed_tracker(seed: int) -> None:
+def seed_tracker(seed: int, inference_rng: bool = False) -> None:
     """(Re)seed mcore's CUDA RNG tracker without moving the process's default CPU generator."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     before = torch.get_rng_state()
-    get_cuda_rng_tracker().reset()
-    model_parallel_cuda_manual_seed(seed)
+    if inference_rng:
+        model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
+    else:
+        get_cuda_rng_tracker().reset()
+        model_parallel_cuda_manual_seed(seed)
     torch.set_rng_state(before)
 
 
@@ -57,10 +61,10 @@ def close_world() -> None:
 
 
 @contextmanager
-def world(seed: int = 123) -> Iterator[None]:
+def world(seed: int = 123, inference_rng: bool = False) -> Iterator[None]:
     """:func:`ensure_world` for a block; torn down afterwards if the block set it up."""
     owned = _owns_process_group or _owns_parallel_state
-    ensure_world(seed)
+    ensure_world(seed, inference_rng)
     try:
         yield
     finally:

@@ -1,0 +1,98 @@
+"""GPU beds: what can be known of them on any machine, and on a GPU the beds themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from zkl_debug.beds.bed import BEDS, BedOptions, bed
+from zkl_debug.beds.gpu import full_requests, gen_config, gpu_ladder, gpu_switches, lacking
+from zkl_debug.beds.oracle import bed_space, bed_switches
+from zkl_debug.cli.beds import describe
+from zkl_debug.errors import UsageError
+from zkl_debug.stack.switches import SwitchError
+
+GPU_BEDS = ("gpt-te", "gpt-infopt", "gpt-local-fa4", "moe-te")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+
+
+@no_gpu
+@pytest.mark.parametrize("name", GPU_BEDS)
+def test_a_gpu_bed_is_listed_and_untestable_with_the_reason_on_a_cpu(name: str, tmp_path: Path) -> None:
+    from zkl_debug.cli.capture import command
+
+    listed = {b["name"]: b for b in describe()["beds"]}[name]
+    assert listed["untestable"] == "needs an NVIDIA GPU; there is none"
+    assert listed["sizes"] == ["small", "full"]
+    result = CliRunner().invoke(command, ["--bed", name, "--out", str(tmp_path / "out")])
+    assert isinstance(result.exception, UsageError)
+    assert "untestable here: needs an NVIDIA GPU" in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", GPU_BEDS)
+def test_the_stack_of_a_gpu_bed_fits_together_and_leaves_out_what_avoids_a_path(name: str) -> None:
+    on = {s.name for s in gpu_switches(BedOptions(bed=name, graphs=True), bed(name))}
+    assert {"batch-invariant-mode", "bi-mm", "fused-log-softmax", "graph-buckets-64"} <= on
+    assert not on & {"no-cuda-graphs", "no-chunked-prefill", "cublas-workspace"}
+    assert gpu_switches(BedOptions(bed=name, stack=False), bed(name)) == ()
+    assert ("bi-te-gemm" in on) == (name != "gpt-local-fa4")
+    assert ("moe-ordered-combine" in on) == (name == "moe-te")
+
+
+def test_switches_of_graphs_are_varied_only_with_graphs() -> None:
+    names = {s.name for s in gpu_ladder(BEDS["gpt-te"], graphs=True)}
+    eager = {s.name for s in gpu_ladder(BEDS["gpt-te"], graphs=False)}
+    assert names - eager == {"graph-buckets-64", "no-cuda-graphs"}
+    space = bed_space(bed_switches("gpt-te", graphs=True))
+    assert set(space.order) == names
+
+
+def test_a_switch_without_what_it_requires_is_refused() -> None:
+    options = BedOptions(bed="gpt-te", stack=False, switches={"batch-invariant-mode": True})
+    with pytest.raises(SwitchError, match="without attention-flash, flash-attention-4"):
+        gpu_switches(options, bed("gpt-te"))
+    with pytest.raises(UsageError, match="has no switch 'gemm-row-tiles'"):
+        gpu_switches(BedOptions(bed="gpt-te", switches={"gemm-row-tiles": True}), bed("gpt-te"))
+
+
+def test_the_full_size_generates_more_than_two_thousand_tokens_from_mixed_lengths() -> None:
+    options = BedOptions(bed="gpt-te")
+    made = full_requests(options, 32768)
+    lengths = [len(r.prompt) for r in made]
+    assert sum(r.n_generate for r in made) >= 2000
+    assert min(lengths) < 20
+    assert max(lengths) > 256
+    assert max(lengths) + 48 <= 2048
+    assert made == full_requests(options, 32768)
+    config = gen_config(options, 2048)
+    assert config.max_tokens >= config.max_requests  # mcore pads a decode step to as many tokens as requests
+
+
+def test_options_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(UsageError, match="no CUDA graphs"):
+        BedOptions(bed="tiny-gpt", graphs=True)
+    with pytest.raises(UsageError, match="cannot be put into"):
+        BedOptions(bed="gpt-te", fault="K1")
+    with pytest.raises(UsageError, match="no dtype 'fp32'"):
+        BedOptions(bed="gpt-te", dtype="fp32")
+    with pytest.raises(UsageError, match="size 'huge'"):
+        BedOptions(bed="gpt-te", size="huge")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", GPU_BEDS)
+def test_stack_on_is_identical_and_off_is_not(name: str, graphs: bool, tmp_path: Path) -> None:
+    from zkl_debug.beds.record import record_bed
+    from zkl_debug.diff import diff_captures
+
+    if reason := lacking(bed(name)):
+        pytest.skip(reason)
+    for stack, verdict in ((True, "identical"), (False, "diverged")):
+        out = tmp_path / str(stack)
+        record_bed(BedOptions(bed=name, size="small", graphs=graphs, stack=stack), out)
+        assert diff_captures(out / "train", out / "gen").to_json()["verdict"] == verdict
