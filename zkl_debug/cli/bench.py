@@ -40,6 +40,20 @@ def capture_command(rounds: int, hidden: int, layers: int, tokens: int, dtype: s
     return _finish({"format": "zkl-bench", "version": 1, "capture": capture, "store": store}, as_json)
 
 
+@command.command("gpu")
+@click.option("--rounds", type=int, default=5, show_default=True)
+@click.option("--size", type=click.Choice(["small", "full"]), default="full", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def gpu_command(rounds: int, size: str, as_json: bool) -> int:
+    """On a GPU: digest kernel, scoring forward of 16k tokens, decoding in CUDA graphs; beside a naive hook."""
+    from zkl_debug.bench.gpu_bench import bench_gpu
+
+    console = stderr()
+    with console.status("starting") as status:
+        found = bench_gpu(lambda text: status.update(text), size, rounds)
+    return _finish({"format": "zkl-bench", "version": 1, "gpu": found}, as_json)
+
+
 @command.command("store")
 @click.option("--size", type=SIZE, default="256MiB", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.rows import FrameRows, make_rows, packed_rows, padded_rows, warmup_rows
-from zkl_debug.digest import prefix_digests
+from zkl_debug.digest import extend_prefix, prefix_digests
 from zkl_debug.schema import Phase, RowFlag
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class RequestTokens:
     prompt_len: int
     started: bool = False
     cached: int = 0  # positions that came from the prefix cache and never ran
+    last: NDArray[np.uint64] | None = None  # prefix digest [2] of the first ``covered`` tokens
+    covered: int = 0
 
 
 @dataclass
@@ -83,7 +85,8 @@ def dynamic_step(context: Any, history: EngineHistory) -> tuple[FrameRows, StepR
     prefix = np.zeros((n, 2), np.uint64)
     flags = np.zeros(n, np.uint32)
     keyed = np.ones(n, bool)
-    for rid in dict.fromkeys(request.tolist()):
+    one_each = _key_decode(history, request, position, token, is_decode, prefix, flags)
+    for rid in () if one_each else dict.fromkeys(request.tolist()):
         index = np.flatnonzero(request == rid)
         entry = history.requests.get(rid)
         if entry is None:
@@ -111,6 +114,42 @@ def dynamic_step(context: Any, history: EngineHistory) -> tuple[FrameRows, StepR
     return frame, StepRequests(request, position, rows_at.astype(np.int64))
 
 
+def _key_decode(
+    history: EngineHistory,
+    request: NDArray[np.int64],
+    position: NDArray[np.int64],
+    token: NDArray[np.int64],
+    is_decode: NDArray[np.bool_],
+    prefix: NDArray[np.uint64],
+    flags: NDArray[np.uint32],
+) -> bool:
+    """Key a step in which every request runs the one token behind those it has run; False when it is not such a step.
+
+    Such are nearly all steps of a generation, and what they cost does not grow with the length of the sequences.
+    """
+    found = [history.requests.get(rid) for rid in request.tolist()]
+    entries = [entry for entry in found if entry is not None]
+    if len(entries) != len(found) or not is_decode.all() or len({id(e) for e in entries}) != len(entries):
+        return False
+    places = position.tolist()
+    if any(
+        e.last is None or not e.started or not e.covered == len(e.tokens) == p
+        for e, p in zip(entries, places, strict=True)
+    ):
+        return False
+    before = np.array([entry.last for entry in entries], np.uint64).reshape(-1, 2)
+    prefix[:] = extend_prefix(before, token.astype(np.int32), position)
+    for entry, value, row in zip(entries, token.tolist(), prefix, strict=True):
+        entry.tokens.append(value)
+        entry.last, entry.covered = row, entry.covered + 1
+    ends = np.array([entry.prompt_len for entry in entries], np.int64)
+    flags[:] = int(Phase.DECODE)
+    flags[position >= ends] |= np.uint32(RowFlag.GENERATED)
+    flags[position == ends] |= np.uint32(RowFlag.FIRST_DECODE)
+    flags[[entry.cached > 0 for entry in entries]] |= np.uint32(RowFlag.AFTER_CACHE_HIT)
+    return True
+
+
 def _key_request(
     entry: RequestTokens,
     index: NDArray[np.int64],
@@ -133,6 +172,7 @@ def _key_request(
         entry.started = True
         entry.cached = int(position[index[0]])
     known = prefix_digests(np.asarray(entry.tokens, np.int32))
+    entry.last, entry.covered = known[-1], len(known)
     at = position[index]
     prefix[index] = known[at]
     bits = np.where(is_decode[index], int(Phase.DECODE), int(Phase.PREFILL)).astype(np.uint32)

@@ -1,0 +1,82 @@
+"""Keys of a decode step: the short way gives the rows of the long one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from zkl_debug.digest import prefix_digests
+from zkl_debug.engines.megatron import frames
+from zkl_debug.engines.megatron.frames import EngineHistory, dynamic_step
+from zkl_debug.schema import Phase, RowFlag
+
+PROMPTS = {3: [5, 6, 7], 8: [9, 4], 1: [2, 2, 2, 2]}
+GENERATED = {3: [11, 12, 13], 8: [21, 22, 23], 1: [31, 32, 33]}
+
+
+def _context(rows: list[tuple[int, int, int]], decode: bool) -> Any:
+    """A step of (request, position, token) rows, padded by two slots of leftovers."""
+    order = list(dict.fromkeys(r for r, _, _ in rows))
+    pad = [0, 0]
+    return SimpleNamespace(
+        active_token_count=len(rows),
+        padded_active_token_count=len(rows) + 2,
+        token_to_request_idx=torch.tensor([*[order.index(r) for r, _, _ in rows], *pad]),
+        request_ids=torch.tensor(order),
+        token_to_pos_ids=torch.tensor([*[p for _, p, _ in rows], 99, 99]),
+        token_to_input_ids=torch.tensor([*[t for _, _, t in rows], 7, 7]),
+        paused_request_count=0,
+        num_decode_requests=len(order) if decode else 0,
+        using_cuda_graph_this_step=lambda: False,
+    )
+
+
+def _run() -> list[Any]:
+    history = EngineHistory()
+    for rid, prompt in PROMPTS.items():
+        history.add(rid, prompt, first_chunk=True)
+    prefill = [(r, i, t) for r, prompt in PROMPTS.items() for i, t in enumerate(prompt)]
+    found = [dynamic_step(_context(prefill, decode=False), history)[0].rows]
+    for k in range(3):
+        step = [(r, len(PROMPTS[r]) + k, GENERATED[r][k]) for r in PROMPTS]
+        found.append(dynamic_step(_context(step, decode=True), history)[0].rows)
+    return found
+
+
+def test_decode_steps_are_keyed_by_the_whole_prefix() -> None:
+    found = _run()
+    for k, rows in enumerate(found[1:]):
+        for row, rid in zip(rows, PROMPTS, strict=True):
+            tokens = np.array([*PROMPTS[rid], *GENERATED[rid][: k + 1]], np.int32)
+            assert tuple(row["prefix"]) == tuple(prefix_digests(tokens)[-1])
+            assert row["position"] == len(tokens) - 1
+            assert row["token"] == tokens[-1]
+            assert bool(row["flags"] & np.uint32(RowFlag.FIRST_DECODE)) == (k == 0)
+            assert row["flags"] & np.uint32(RowFlag.GENERATED)
+            assert int(row["flags"]) & int(RowFlag.PHASE_MASK) == int(Phase.DECODE)
+
+
+def test_the_short_way_and_the_long_way_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = _run()
+    calls: list[int] = []
+
+    def never(*_args: Any) -> bool:
+        calls.append(1)
+        return False
+
+    monkeypatch.setattr(frames, "_key_decode", never)
+    long = _run()
+    assert len(calls) == 4
+    for a, b in zip(short, long, strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_a_request_that_was_never_admitted_has_no_key() -> None:
+    history = EngineHistory()
+    rows, step = dynamic_step(_context([(5, 3, 1)], decode=True), history)
+    assert len(rows.rows) == 0
+    assert len(step.keyed) == 0

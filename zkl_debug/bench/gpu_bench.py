@@ -1,0 +1,201 @@
+"""What a capture costs on a GPU: a scoring forward of 16k tokens, and decoding 64 sequences in CUDA graphs.
+
+Each figure stands beside the plain run of the same process, and beside a naive hook that copies every module output to
+the host. Filing what was captured is not part of a forward: it happens behind it, and is timed by itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from zkl_debug.beds.bed import bed
+from zkl_debug.beds.gpu import require
+from zkl_debug.schema import Json
+
+ROUNDS = 5
+SEQUENCES, SEQUENCE = 8, 2048
+DECODED, DECODE_PROMPT, DECODE_TOKENS = 64, 128, 96
+_KERNEL_SHAPES = ((16384, 8192), (16384, 2048))
+
+Say = Callable[[str], None]
+
+
+def bench_gpu(progress: Say | None = None, size: str = "full", rounds: int = ROUNDS) -> dict[str, Json]:
+    """Time kernel, scoring and decoding.
+
+    Returns:
+        ``kernel``: bytes read per second; ``scoring`` and ``decode``: seconds and ratios to the plain run.
+
+    Raises:
+        UsageError: this machine cannot run the bed ``gpt-te``.
+    """
+    known = bed("gpt-te")
+    require(known)
+    from zkl_debug.engines.megatron import gpu, world
+
+    say = progress or (lambda _text: None)
+    fields: dict[str, Any] = {**known.model, **known.sizes[size]}
+    root = Path(tempfile.mkdtemp(prefix="zkl-bench-"))
+    result: dict[str, Json] = {"device": torch.cuda.get_device_name(), "size": fields, "rounds": rounds}
+    try:
+        say("digest kernel")
+        result["kernel"] = [bench_kernel(*shape) for shape in _KERNEL_SHAPES]
+        with world.world(inference_rng=True):
+            spec = gpu.GpuSpec(kind="te", attention_backend="flash", flash_attention_version=4, **fields)
+            say("scoring")
+            result["scoring"] = _scoring(gpu.build_gpu_model(spec, 0), spec, root, rounds)
+            torch.cuda.empty_cache()
+            say("decoding")
+            graphs = gpu.GpuSpec(**{**vars(spec), "cuda_graphs": True})
+            result["decode"] = _decoding(gpu.build_gpu_model(graphs, 0), graphs, root, rounds)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return result
+
+
+def bench_kernel(rows: int, width: int) -> dict[str, Json]:
+    """Bytes per second the digest kernel reads from a bf16 tensor [rows, width]; best of 20."""
+    from zkl_debug.digest_triton import digest_device
+
+    tensor = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    digest_device(tensor, rows)
+    best = float("inf")
+    for _ in range(20):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(4):
+            digest_device(tensor, rows)
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, start.elapsed_time(end) / 4000)
+    return {"shape": [rows, width], "seconds": best, "bytes_per_second": tensor.numel() * 2 / best}
+
+
+@contextmanager
+def _naive(model: nn.Module) -> Iterator[None]:
+    """A hook on every module that copies its output to the host."""
+    kept: list[Any] = []
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        kept.extend(t.detach().cpu() for t in (output if isinstance(output, tuple) else (output,)) if _is_tensor(t))
+
+    handles = [m.register_forward_hook(hook) for m in model.modules() if m is not model]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, Json]:
+    from zkl_debug.capture.api import Capture
+    from zkl_debug.engines.megatron import scoring
+
+    count = SEQUENCE if spec.max_length >= SEQUENCE else spec.max_length
+    rng = np.random.default_rng(0)
+    rows = [(i, rng.integers(0, spec.vocab, count).tolist()) for i in range(SEQUENCES)]
+    batch = scoring.padded_batch(0, rows)
+    times: dict[str, list[float]] = {}
+    facts: dict[str, Json] = {"tokens": SEQUENCES * count}
+
+    def forward() -> None:
+        scoring.score_microbatch(model, batch)
+
+    for _ in range(2):
+        forward()
+    for number in range(rounds):
+        _time(times, "plain", forward)
+        with Capture(model, None, "train", level="off"):
+            _time(times, "off", forward)
+        _time(times, "plain", forward)
+        with Capture(model, root / f"s{number}", "train") as capture:
+            _time(times, "digest-first", forward)  # makes files, memory and kernels, and reads every site
+            for _ in range(3):
+                capture.session.flush()
+                _time(times, "digest", forward)
+            begin = time.perf_counter()
+            capture.session.flush()
+            times.setdefault("filing", []).append(time.perf_counter() - begin)
+            facts["sites"], facts["errors"] = len(capture.session.metas), list(capture.session.errors)
+            facts["shared"] = len(capture.session.twins.known)
+        shutil.rmtree(root / f"s{number}")
+    with _naive(model):
+        for _ in range(2):
+            _time(times, "naive", forward)
+    return {**facts, **_figures(times)}
+
+
+def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, Json]:
+    from zkl_debug.capture.api import Capture
+    from zkl_debug.engines.megatron.generation import DynamicGenerator, GenConfig, Request
+
+    config = GenConfig(
+        max_tokens=DECODED * DECODE_PROMPT,
+        max_requests=DECODED,
+        max_sequence_length=spec.max_length,
+        block_size=256,
+        buffer_gb=4.0,
+        cuda_graphs=2,
+    )
+    generator = DynamicGenerator(model, config)
+    rng = np.random.default_rng(0)
+    requests = [
+        Request(i, tuple(rng.integers(0, spec.vocab, DECODE_PROMPT).tolist()), DECODE_TOKENS) for i in range(DECODED)
+    ]
+    times: dict[str, list[float]] = {}
+    facts: dict[str, Json] = {"sequences": DECODED, "steps": DECODE_TOKENS}
+
+    def run() -> None:
+        generator.generate(requests)
+
+    run()
+    for number in range(rounds):
+        _time(times, "plain", run)
+        with Capture(model, None, "gen", level="off"):
+            _time(times, "off", run)
+        _time(times, "plain", run)
+        with ExitStack() as stack:
+            capture = stack.enter_context(Capture(model, root / f"d{number}", "gen"))
+            generator.record_graphs()
+            _time(times, "digest-first", run)
+            for _ in range(2):
+                capture.session.flush()
+                _time(times, "digest", run)
+            facts["sites"], facts["errors"] = len(capture.session.metas), list(capture.session.errors)
+            facts["graphs"] = capture.session.summary()["graphs"]
+        shutil.rmtree(root / f"d{number}")
+        generator.record_graphs()
+        run()
+    return {**facts, **_figures(times)}
+
+
+def _time(times: dict[str, list[float]], name: str, run: Callable[[], None]) -> None:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    times.setdefault(name, []).append(time.perf_counter() - begin)
+
+
+def _figures(times: dict[str, list[float]]) -> dict[str, Json]:
+    median = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "seconds": {name: round(value, 5) for name, value in median.items()},
+        "best": {name: round(min(values), 5) for name, values in times.items()},
+        "ratio": {name: round(value / median["plain"], 4) for name, value in median.items() if name != "filing"},
+    }
