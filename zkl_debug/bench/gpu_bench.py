@@ -72,7 +72,7 @@ def bench_kernel(rows: int, width: int) -> dict[str, Json]:
     digest_device(tensor, rows)
     best = float("inf")
     for _ in range(20):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(4):
             digest_device(tensor, rows)
