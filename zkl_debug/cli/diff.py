@@ -12,6 +12,7 @@ from zkl_debug.cli.common import emit_json, stderr, stdout
 from zkl_debug.diff.comparison import Progress
 from zkl_debug.diff.report import print_report
 from zkl_debug.diff.run import diff_captures
+from zkl_debug.diff.verdict import Verdict
 
 
 @click.command("diff")
@@ -27,7 +28,10 @@ from zkl_debug.diff.run import diff_captures
     type=click.Path(path_type=Path, dir_okay=False),
     help="Also write the report as one self-contained page.",
 )
-def command(a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool, html: Path | None) -> int:
+@click.option(
+    "--replay", is_flag=True, help="Call the first operator again on captured inputs (bed captures, payload level)."
+)
+def command(a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool, html: Path | None, replay: bool) -> int:
     """Compare captures A and B and name the first operator that is not bitwise equal.
 
     A is usually the training side. Rows are joined by token prefix, so batches, request order and padding do not
@@ -35,6 +39,8 @@ def command(a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool, 
     """
     with _progress() as bar:
         verdict = diff_captures(a, b, partial=partial, verify_bytes=verify_bytes, progress=bar)
+    if replay:
+        verdict = _replayed(verdict, a, b)
     if html is not None:
         from zkl_debug.viz.html import write_html
 
@@ -45,6 +51,16 @@ def command(a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool, 
     else:
         print_report(verdict, stdout())
     return int(verdict.exit_code)
+
+
+def _replayed(verdict: Verdict, a: Path, b: Path) -> Verdict:
+    """The verdict after calling its first operator again; unchanged when nothing diverges."""
+    if verdict.first is None:
+        return verdict
+    from zkl_debug.beds.replay import replay_first, settle
+
+    with stderr().status("replaying the first operator") as status:
+        return settle(verdict, replay_first(verdict, a, b, lambda text: status.update(text)))
 
 
 def _progress() -> AbstractContextManager[Progress | None]:

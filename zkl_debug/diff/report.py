@@ -177,6 +177,10 @@ def _following(verdict: Verdict) -> Iterator[RenderableType]:
         yield Text(f"rule      {_rule(affected.rule)}")
     for index, why in enumerate(verdict.explanations[:_WHY_LINES]):
         yield Text(f"{'why' if index == 0 else '':<10}{why['name']}: {why['text']}")
+    if verdict.replay is not None:
+        yield Text(f"replay    {verdict.replay['status']}: {verdict.replay['text']}")
+    if verdict.masked.hidden:
+        yield Text(f"masked    {verdict.masked.text}")
     table = verdict.site_counts
     after = table[(table["edge"] == verdict.edge) & (table["mismatched"] > 0) & (table["site"] != verdict.first.site)]
     if not len(after):

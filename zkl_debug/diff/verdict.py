@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from zkl_debug.diff.answer import Affected, EdgeSummary, First
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.coverage import Coverage
+from zkl_debug.diff.masked import Masked, masked
 from zkl_debug.diff.model import MAIN_EDGES, Outcome, Refusal
 from zkl_debug.diff.tables import row_table, site_table
 from zkl_debug.errors import ExitCode, UsageError
@@ -61,6 +62,7 @@ class Verdict:
         checks: what was checked before comparing, and the result.
         certification: self-repeat and probe tests of each side (``a``, ``b``).
         partial: incomplete captures were allowed.
+        replay: what calling the first operator again said; None when it was not called.
         comparison: the details; None when refused before comparing.
     """
 
@@ -77,6 +79,7 @@ class Verdict:
     checks: Mapping[str, Json] = field(default_factory=dict)
     certification: Mapping[str, Mapping[str, bool | None]] = field(default_factory=dict)
     partial: bool = False
+    replay: Json | None = None
     comparison: Comparison | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -98,6 +101,11 @@ class Verdict:
     def site_counts(self) -> NDArray[Any]:
         """The site table without statistics of elements: cheap, reads no payload."""
         return site_table(self._details(), stats=False)
+
+    @cached_property
+    def masked(self) -> Masked:
+        """What became of the divergence in later rounding."""
+        return masked(self.site_counts, self.edge)
 
     def row_table(self, site: str, edge: str | None = None) -> NDArray[Any]:
         """One row per compared pair of a site: see :func:`zkl_debug.diff.tables.row_table`."""
@@ -128,6 +136,8 @@ class Verdict:
             "checks": dict(self.checks),
             "certification": {side: dict(tests) for side, tests in self.certification.items()},
             "partial": self.partial,
+            "masked": None if self.comparison is None else self.masked.to_json(),
+            "replay": self.replay,
         }
 
 
