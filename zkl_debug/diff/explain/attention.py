@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from zkl_debug.bits import F64
+from zkl_debug.diff.explain.attention_inner import inner_rounding
 from zkl_debug.diff.explain.attention_math import Row, attend, distance, merged, with_unknown_value
 from zkl_debug.diff.explain.masks import Mask, hypotheses, solve_keys
 from zkl_debug.diff.explain.model import Evidence, Finding, Keys, Strength
@@ -63,11 +64,11 @@ def attention(e: Evidence) -> Finding | None:
         return None
     worst = [_fits(rows, side, dtype, _causal(scale)) for side in (0, 1)]
     if max(worst) <= limit:
-        return _order(rows, worst, scale, dtype)
+        return inner_rounding(e, rows, scale, dtype, limit) or _order(rows, worst, scale, dtype)
     if min(worst) > limit:
         return None
     side = int(np.argmax(worst))
-    for test in (_other_keys, _other_precision, _other_scale, _other_groups, _solved):
+    for test in (_other_keys, _inner_rounding, _other_precision, _other_scale, _other_groups, _solved):
         found = test(e, rows, side, scale, dtype, limit)
         if found is not None:
             return found
@@ -208,6 +209,10 @@ def _mask_told(
     if unknown:
         text += f"; and keys that were not captured (padding slots), with up to {unknown:.1%} of the weight"
     return Finding("mask-fit", text, evidence, Strength.FITTED, (*_REPLACES, "equals-other-sample"))
+
+
+def _inner_rounding(e: Evidence, rows: list[Row], side: int, scale: float, dtype: str, limit: float) -> Finding | None:  # noqa: ARG001
+    return inner_rounding(e, rows, scale, dtype, limit)
 
 
 def _other_precision(e: Evidence, rows: list[Row], side: int, scale: float, dtype: str, limit: float) -> Finding | None:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from zkl_debug.bits import F64, ulp_distance
 from zkl_debug.diff.explain.model import Evidence, Finding, Labels, Port, Strength, Values
-from zkl_debug.diff.explain.numeric import common, finite_rows, ratio_bounds, shown, spacing
+from zkl_debug.diff.explain.numeric import common, finite_rows, ratio_bounds, shortest, shown, spacing
 from zkl_debug.diff.model import Bools
 from zkl_debug.schema import Json
 
@@ -42,7 +42,7 @@ def temperature(e: Evidence) -> Finding | None:
     (low, high), (low_right, high_right) = fits[0], fits[1]
     if low <= high_right and low_right <= high:
         return None
-    left, right = _shortest(low, high), _shortest(low_right, high_right)
+    left, right = shortest(low, high), shortest(low_right, high_right)
     evidence: dict[str, Json] = {
         "left": left,
         "right": right,
@@ -78,15 +78,6 @@ def _temperature(x: F64, out: Values) -> tuple[float, float] | None:
         return None
     mass = np.exp(y).sum(axis=1)
     return (float(lowest), float(highest)) if bool((np.abs(mass - 1) < 1e-3).all()) else None
-
-
-def _shortest(low: float, high: float) -> float:
-    """The number with the fewest digits in an interval."""
-    for digits in range(1, 12):
-        value = float(f"{(low + high) / 2:.{digits}g}")
-        if low <= value <= high:
-            return value
-    return (low + high) / 2
 
 
 FORMULAS = {"two-pass": "(x - max) - log(sum)", "one-pass": "x - logsumexp(x)"}

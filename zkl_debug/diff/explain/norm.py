@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from zkl_debug.diff.explain.numeric import (
     half_widths,
     ratio_bounds,
     rounded,
+    shortest,
     shown,
     spacing,
 )
@@ -24,6 +26,7 @@ GRID = (0.0, 1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4,
 _LEAST_ROWS = 4
 _MOST = 0.995  # of the elements; a formula computed in float32 may fall on the other side of a tie
 _LEAST_WIDTH = 8
+_ROOM = 0.1  # relative width of the interval of an eps that is not in the grid
 _CONFIG = ("layernorm_epsilon", "norm_epsilon", "rms_norm_eps")
 
 
@@ -91,6 +94,7 @@ class _Pair:
     right: float
     low: float
     high: float
+    of: str = "left"  # whose interval it is
 
 
 def _best_pair(low: F64, high: F64, mean_square: F64, configured: float | None) -> _Pair | None:
@@ -104,6 +108,7 @@ def _best_pair(low: F64, high: F64, mean_square: F64, configured: float | None) 
         if lowest > highest:
             continue
         found += [_Pair(left, right, lowest, highest) for left in known if lowest <= left <= highest and left != right]
+    found = found or list(_off_grid(low, high, mean_square, configured))
     if not found:
         return None
     # Without a difference between the sides that the rows can show, nothing is claimed.
@@ -115,6 +120,20 @@ def _best_pair(low: F64, high: F64, mean_square: F64, configured: float | None) 
     same = [p for p in found if (configured in (p.left, p.right)) == (configured in (chosen.left, chosen.right))]
     # Below what the rows can show every eps fits: the largest is the least that has to be assumed.
     return min(same, key=lambda p: (_roundness(p.left) + _roundness(p.right), -p.left - p.right))
+
+
+def _off_grid(low: F64, high: F64, mean_square: F64, configured: float | None) -> Iterator[_Pair]:
+    """Pairs with the usual eps on one side and an unusual one on the other, where the rows leave it little room."""
+    for usual in dict.fromkeys([configured if configured is not None else 1e-5, 1e-5, 1e-6]):
+        of_left = low**2 * (mean_square + usual) - mean_square, high**2 * (mean_square + usual) - mean_square
+        of_right = (mean_square + usual) / high**2 - mean_square, (mean_square + usual) / low**2 - mean_square
+        for is_left, (lowest, highest) in ((True, of_left), (False, of_right)):
+            start, stop = max(float(lowest.max()), 0.0), float(highest.min())
+            if not start <= stop or stop - start > _ROOM * (start + stop) or start <= usual <= stop:
+                continue
+            value = shortest(start, stop)
+            pair = (value, usual, start, stop, "left") if is_left else (usual, value, start, stop, "right")
+            yield _Pair(*pair)
 
 
 def _roundness(value: float) -> int:
@@ -130,7 +149,7 @@ def _told(e: Evidence, pair: Port, mean_square: F64, best: _Pair, low: F64, high
     evidence: dict[str, Json] = {
         "left": best.left,
         "right": best.right,
-        "left_allowed": [shown(best.low), shown(best.high)],
+        f"{best.of}_allowed": [shown(best.low), shown(best.high)],
         "rows": inside,
         "of": len(mean_square),
         "mean_square": [shown(float(mean_square.min())), shown(float(mean_square.max()))],
@@ -168,6 +187,8 @@ def eps_by_bits(e: Evidence) -> Finding | None:
 
 
 _CLEAN_ROWS = 32
+#: Values of eps tried in a narrow dtype: one digit each.
+_FINE = tuple(sorted({*GRID, *(float(f"{digit}e{power}") for power in range(-9, -2) for digit in range(1, 10))}))
 
 
 def _wrong_by_eps(
@@ -176,7 +197,7 @@ def _wrong_by_eps(
     """For each eps the elements of each side that it does not give; None where the formula is not this one."""
     weight = None
     wrong: dict[float, tuple[int, int]] = {}
-    for value in GRID:
+    for value in _FINE:
         unit, clean_unit = (_unit(_centred(rows, kind), value) for rows in inputs)
         if weight is None:
             weight = fit_weight(clean_unit, clean)
@@ -212,12 +233,15 @@ def _told_by_bits(e: Evidence, pair: Port, wrong: dict[float, tuple[int, int]]) 
         "elements_that_differ": moved,
     }
     text = (
-        f"eps {left:g} gives every element of {e.side(False)}, eps {right:g} (or another of "
-        f"{[float(f'{value:g}') for value in fits[1]]}) every element of {e.side(True)}; the {moved} elements that "
-        f"differ lie next to a tie"
+        f"eps {left:g}{_range(fits[0])} gives every element of {e.side(False)}, eps {right:g}{_range(fits[1])} every "
+        f"element of {e.side(True)}; the {moved} elements that differ lie next to a tie"
     )
     replaces = ("constant-ratio", "reduction-order", "scale-by-position", "constant-offset", "other-weights")
     return Finding("eps", text, evidence, Strength.FITTED, replaces)
+
+
+def _range(values: list[float]) -> str:
+    return f" (or another from {values[0]:g} to {values[-1]:g})" if len(values) > 1 else ""
 
 
 def norm_rounding_order(e: Evidence) -> Finding | None:

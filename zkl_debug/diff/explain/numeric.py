@@ -99,3 +99,12 @@ def finite_rows(*arrays: F64) -> Bools:
 def shown(value: float) -> float:
     """A number as it is put into evidence: seven digits."""
     return float(f"{value:.7g}")
+
+
+def shortest(low: float, high: float) -> float:
+    """The number with the fewest digits in an interval."""
+    for digits in range(1, 12):
+        value = float(f"{(low + high) / 2:.{digits}g}")
+        if low <= value <= high:
+            return value
+    return (low + high) / 2

@@ -120,7 +120,7 @@ def uninitialised(e: Evidence) -> Finding | None:
     for right in (True, False):
         bad, good = (pair.right, pair.left) if right else (pair.left, pair.right)
         ordinary = np.isfinite(good.real).all(axis=1) & (good.real != good.real[:, :1]).any(axis=1)
-        nan = ~np.isfinite(bad.real)
+        nan = ~np.isfinite(bad.real) & ~(np.isneginf(bad.real) & _masked(bad.real))
         flat = (bad.bits == bad.bits[:, :1]).all(axis=1) & ~nan.any(axis=1)
         zero = (bad.real == 0).all(axis=1)
         huge = _huge(bad.real, good.real)
@@ -144,6 +144,11 @@ def uninitialised(e: Evidence) -> Finding | None:
             strength = Strength.FITTED if most else Strength.CLASS
             return Finding("uninitialised", text, evidence, strength, _WEAK if most else ())
     return None
+
+
+def _masked(values: F64) -> Bools:
+    """Rows whose minus infinities may be a mask: not all of the row."""
+    return np.asarray(~np.isneginf(values).all(axis=1, keepdims=True))
 
 
 def _huge(bad: F64, good: F64) -> Bools:

@@ -7,6 +7,7 @@ import re
 import numpy as np
 
 from zkl_debug.bits import F64
+from zkl_debug.diff.explain.affine import fit_ratio
 from zkl_debug.diff.explain.model import Evidence, Finding, Strength
 from zkl_debug.diff.explain.numeric import epsilon, finite_rows, shown
 from zkl_debug.schema import Json
@@ -32,6 +33,9 @@ def other_weights(e: Evidence) -> Finding | None:
     if not applies(e):
         return None
     if not finite_rows(x.real, pair.left.real, pair.right.real).all():
+        return None
+    fit = fit_ratio(pair)
+    if fit is not None and fit.by == "all":  # one factor for all elements says more than "another weight"
         return None
     return _linear(x.real, pair.left.real, pair.right.real, pair.left.dtype)
 

@@ -1,0 +1,664 @@
+"""Variants of the catalogue's faults, with other constants and in other places: kinds are found, not cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zkl_debug.beds.faults import Answer, Fault
+from zkl_debug.engines.megatron import scoring, seams
+from zkl_debug.engines.patching import patched
+from zkl_debug.stack import attention, rowwise
+from zkl_debug.stack.combine import ordered_unpermute
+
+BOTH = ("fp32", "bf16")
+F16 = torch.float16
+
+
+def module_output(path: str, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change what one module returns."""
+
+    @contextmanager
+    def breaks(context: Any) -> Iterator[None]:
+        module = context.model.get_submodule(path)
+
+        def wrap(original: Any) -> Any:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                out = original(*args, **kwargs)
+                return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+            return forward
+
+        with patched(module, "forward", wrap):
+            yield
+
+    return breaks
+
+
+def rounded(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda t: t.to(dtype).to(t.dtype)
+
+
+def norm_forward(path: str, make: Callable[[Any, Tensor], Tensor]) -> Any:
+    @contextmanager
+    def breaks(context: Any) -> Iterator[None]:
+        module = context.model.get_submodule(path)
+        with patched(module, "forward", lambda _original: lambda x: make(module, x)):
+            yield
+
+    return breaks
+
+
+def norm_partials(parts: int, limit: int) -> Any:
+    """Sum of squares in ``parts`` strided partial sums in calls of at least ``limit`` rows, else in one go."""
+
+    @contextmanager
+    def breaks(_context: Any) -> Iterator[None]:
+        def wrap(original: Any) -> Any:
+            def forward(self: Any, x: Tensor) -> Tensor:
+                if x.numel() // x.shape[-1] < limit:
+                    return original(self, x)
+                squares = x.float().square().unflatten(-1, (-1, parts))
+                sums = squares[..., 0, :]
+                for step in range(1, squares.shape[-2]):
+                    sums = sums + squares[..., step, :]
+                total = sums[..., 0]
+                for part in range(1, parts):
+                    total = total + sums[..., part]
+                scale = torch.rsqrt(total[..., None] / x.shape[-1] + self.eps)
+                return (x.float() * scale * self.weight.float()).to(x.dtype)
+
+            return forward
+
+        with patched(torch.nn.RMSNorm, "forward", wrap):
+            yield
+
+    return breaks
+
+
+def linear_split(path: str, cuts: int, applies: Callable[[int], bool]) -> Any:
+    """One linear layer sums K in ``cuts`` chunks for calls of some numbers of rows."""
+
+    @contextmanager
+    def breaks(context: Any) -> Iterator[None]:
+        weight = context.model.get_submodule(path).weight
+
+        def wrap(original: Any) -> Any:
+            def linear(*args: Any, **kwargs: Any) -> Any:
+                x = kwargs.get("input", args[0] if args else None)
+                w = kwargs.get("weight", args[1] if len(args) > 1 else None)
+                rows = x.reshape(-1, x.shape[-1])
+                if w is not weight or not applies(rows.shape[0]):
+                    return original(*args, **kwargs)
+                parts = zip(rows.chunk(cuts, 1), w.chunk(cuts, 1), strict=True)
+                out = sum(torch.mm(a, b.t()) for a, b in parts)
+                return out.reshape(*x.shape[:-1], w.shape[0])
+
+            linear.warned = True  # type: ignore[attr-defined]
+            return linear
+
+        with seams.linear_forward(wrap):
+            yield
+
+    return breaks
+
+
+def gen_attention(attend: Any, decode: Any = None) -> Any:
+    @contextmanager
+    def breaks(context: Any) -> Iterator[None]:
+        n_decode = (lambda: int(context.generator.context.num_decode_requests)) if decode else (lambda: 0)
+        mixed = attention.paged_varlen(attend, decode, n_decode)
+        with seams.paged_core_attention(mixed, attention.paged_decode(decode or attend)):
+            yield
+
+    return breaks
+
+
+def split_keys(parts: int) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        m = k.shape[0]
+        if m < parts:
+            return attention.reference_attention(q, k, v, scale)
+        edges = [m * i // parts for i in range(parts + 1)]
+        outs, lses = [], []
+        for a, b in pairwise(edges):
+            out, total, top = attention.attention_parts(q, k, v, scale, slice(a, b))
+            safe = torch.where(total > 0, total, 1.0)
+            outs.append((out / safe[..., None]).to(q.dtype).float())
+            lses.append(torch.where(total > 0, top + safe.log(), float("-inf")))
+        lse = torch.logsumexp(torch.stack(lses), 0)
+        merged = sum(o * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
+        return merged.to(q.dtype)
+
+    return attend
+
+
+def window(keys: int) -> Any:
+    """Only the last ``keys`` keys are seen."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        n, m = q.shape[0], k.shape[0]
+        rows = [
+            attention.reference_attention(
+                q[i : i + 1], k[max(0, p - keys + 1) : p + 1], v[max(0, p - keys + 1) : p + 1], scale
+            )
+            for i, p in enumerate(range(m - n, m))
+        ]
+        return torch.cat(rows)
+
+    return attend
+
+
+def bf16_probabilities(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    exps, total = attention.key_weights(q, k, scale)
+    probs = (exps / total[..., None]).to(torch.bfloat16).float()
+    values = attention.padded_heads(v, q.shape[1], probs.shape[-1])
+    return rowwise.tree_sum(probs[..., None] * values[None], 2).to(q.dtype)
+
+
+def other_scale(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return attention.reference_attention(q, k, v, scale * 1.25)
+
+
+def combine(layer: int, change: Callable[..., Tensor]) -> Any:
+    """Another combine in the one MoE layer with that number."""
+
+    @contextmanager
+    def breaks(context: Any) -> Iterator[None]:
+        inside = [False]
+        mlp = context.model.get_submodule(f"decoder.layers.{layer}.mlp")
+
+        def around(original: Any) -> Any:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                inside[0] = True
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    inside[0] = False
+
+            return forward
+
+        def wrap(original: Any) -> Any:
+            return lambda *args, **kwargs: (change if inside[0] else original)(*args, **kwargs)
+
+        with patched(mlp, "forward", around), seams.unpermute(wrap):
+            yield
+
+    return breaks
+
+
+def rotated_combine(permuted_tokens: Tensor, sorted_indices: Tensor, restore_shape: Any, **_options: Any) -> Tensor:
+    """Starts with the last expert of a token, then the others in order."""
+    order = sorted_indices.argsort(stable=True)
+    out = permuted_tokens.new_zeros(tuple(restore_shape))
+    counts = torch.bincount(sorted_indices, minlength=int(restore_shape[0]))
+    ends = counts.cumsum(0)
+    for turn in range(int(counts.max())):
+        which = (counts > turn).nonzero()[:, 0]
+        place = ends[which] - 1 if turn == 0 else ends[which] - counts[which] + turn - 1
+        out[which] = out[which] + permuted_tokens[order[place]]
+    return out
+
+
+def wide_combine(permuted_tokens: Tensor, sorted_indices: Tensor, restore_shape: Any, **options: Any) -> Tensor:
+    """Adds in float32 and rounds once."""
+    wide = ordered_unpermute(permuted_tokens.float(), sorted_indices, restore_shape, **options)
+    return wide.to(permuted_tokens.dtype)
+
+
+def log_softmax_of(make: Callable[[Any, Tensor], Tensor]) -> Any:
+    @contextmanager
+    def breaks(_context: Any) -> Iterator[None]:
+        with patched(scoring, "log_softmax_impl", lambda original: lambda logits: make(original, logits)):
+            yield
+
+    return breaks
+
+
+def top_k_only(original: Any, logits: Tensor) -> Any:
+    limit = logits.topk(20, -1).values[..., -1:]
+    return original(logits.masked_fill(logits < limit, float("-inf")))
+
+
+def gen_log_softmax_of(make: Callable[[Tensor], Tensor]) -> Any:
+    @contextmanager
+    def breaks(_context: Any) -> Iterator[None]:
+        def wrap(original: Any) -> Any:
+            return lambda self, logits, *args, **kwargs: original(self, make(logits), *args, **kwargs)
+
+        with seams.gen_log_softmax(wrap):
+            yield
+
+    return breaks
+
+
+def chunked_log_softmax(chunks: int, limit: int) -> Any:
+    def make(original: Any, logits: Tensor) -> Any:
+        if logits.shape[0] < limit:
+            return original(logits)
+        rows = logits.reshape(-1, logits.shape[-1])
+        shifted = rows - rows.amax(-1, keepdim=True)
+        total = sum(
+            rowwise.tree_sum(
+                rowwise.in_row_tiles(
+                    torch.exp,
+                    torch.nn.functional.pad(part, (0, 64 - part.shape[-1] % 64), value=float("-inf"))
+                    if part.shape[-1] % 64
+                    else part.contiguous(),
+                )
+            )
+            for part in torch.chunk(shifted, chunks, -1)
+        )
+        return (shifted - rowwise.log_of_scalars(total)[:, None]).reshape(logits.shape)
+
+    return log_softmax_of(make)
+
+
+def rolled_selection(by: int) -> Any:
+    @contextmanager
+    def breaks(_context: Any) -> Iterator[None]:
+        with patched(scoring, "select_logprobs", lambda original: lambda *args: original(*args).roll(by, -1)):
+            yield
+
+    return breaks
+
+
+def rolled_labels(by: int) -> Any:
+    @contextmanager
+    def breaks(_context: Any) -> Iterator[None]:
+        def wrap(original: Any) -> Any:
+            def padded_batch(*args: Any, **kwargs: Any) -> Any:
+                mb = original(*args, **kwargs)
+                mb.labels[:] = mb.labels.roll(by, -1)
+                return mb
+
+            return padded_batch
+
+        with patched(scoring, "padded_batch", wrap):
+            yield
+
+    return breaks
+
+
+def old_weight(path: str, size: float = 1e-2) -> Any:
+    @contextmanager
+    def breaks(context: Any) -> Iterator[None]:
+        module = context.model.get_submodule(path)
+        kept = module.weight.data
+        update = torch.randn(kept.shape, generator=torch.Generator().manual_seed(5)) * size
+        module.weight.data = (kept.float() + update).to(kept.dtype)
+        try:
+            yield
+        finally:
+            module.weight.data = kept
+
+    return breaks
+
+
+def frequencies(change: Callable[[Tensor], Tensor]) -> Any:
+    @contextmanager
+    def breaks(context: Any) -> Iterator[None]:
+        seams.clear_rotary_cache()
+        try:
+            with patched(context.model.rotary_pos_emb, "inv_freq", change):
+                yield
+        finally:
+            seams.clear_rotary_cache()
+
+    return breaks
+
+
+def other_base(base: float) -> Callable[[Tensor], Tensor]:
+    def change(f: Tensor) -> Tensor:
+        n = f.shape[0]
+        return (1.0 / base ** (torch.arange(n, dtype=torch.float32) / n)).to(f.dtype)
+
+    return change
+
+
+def gen_rope_freqs(change: Callable[[Tensor], Tensor]) -> Any:
+    @contextmanager
+    def breaks(_context: Any) -> Iterator[None]:
+        def wrap(original: Any) -> Any:
+            return lambda t, freqs, *args, **kwargs: original(t, change(freqs), *args, **kwargs)
+
+        with seams.gen_rope(wrap):
+            yield
+
+    return breaks
+
+
+def eps(value: float, path: str = "") -> Any:
+    @contextmanager
+    def breaks(context: Any) -> Iterator[None]:
+        from zkl_debug.engines.patching import PatchSet
+
+        with PatchSet() as patches:
+            for name, module in context.model.named_modules():
+                if isinstance(module, torch.nn.RMSNorm) and (not path or name == path):
+                    patches.set(module, "eps", value)
+            yield
+
+    return breaks
+
+
+def early_rounding(module: Any, x: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.eps)).to(x.dtype) * module.weight
+
+
+def gating(dtype: torch.dtype) -> Any:
+    @contextmanager
+    def breaks(_context: Any) -> Iterator[None]:
+        with seams.router_gating(lambda original: lambda *a, **k: original(*a, **k).to(dtype).float()):
+            yield
+
+    return breaks
+
+
+def scaled_routing(factor: float) -> Any:
+    @contextmanager
+    def breaks(_context: Any) -> Iterator[None]:
+        def wrap(original: Any) -> Any:
+            def route(*args: Any, **kwargs: Any) -> Any:
+                probs, chosen = original(*args, **kwargs)
+                return probs * factor, chosen
+
+            return route
+
+        with seams.topk_routing(wrap):
+            yield
+
+    return breaks
+
+
+def zero_rows(t: Tensor) -> Tensor:
+    out = t.clone()
+    out.view(-1, out.shape[-1])[::7] = 0
+    return out
+
+
+def variant(
+    name: str,
+    breaks: Any,
+    sites: str,
+    names: str,
+    *,
+    beds: tuple[str, ...] = ("tiny-gpt",),
+    dtypes: tuple[str, ...] = BOTH,
+    sides: tuple[str, ...] = ("gen",),
+    rule: str = "",
+    says: str = "",
+    edge: str = "",
+    **fields: Any,
+) -> Fault:
+    """A fault with its answer; ``names`` and ``edge`` are alternatives separated by ``|``."""
+    answer = Answer(
+        (sites,),
+        edge,
+        "own",
+        rule_says=(rule,) if rule else (),
+        names=tuple(names.split("|")),
+        says=(says,) if says else (),
+    )
+    return Fault(name, name, "", beds, dtypes, sides, breaks, answer, **fields)
+
+
+_CORE = "decoder.layers.0.self_attention.core_attention:out"
+_NORM0 = "decoder.layers.0.input_layernorm:out"
+_SOFT = "logprobs/log_softmax:out*"
+_ROPE = "decoder.layers.0.self_attention/rope.[qk]:out*"
+_EVERY = "^every row|^no rule: every row alike"
+
+VARIANTS: tuple[Fault, ...] = (
+    variant(
+        "norm-4-from-90",
+        norm_partials(4, 90),
+        _NORM0,
+        "reduction-order",
+        dtypes=("fp32",),
+        sides=("gen", "train"),
+        options={"micro_batch": 4},
+    ),
+    variant("norm-16-always", norm_partials(16, 0), _NORM0, "reduction-order", dtypes=("fp32",), rule=_EVERY),
+    variant(
+        "fc1-4-chunks-layer-2",
+        linear_split("decoder.layers.2.mlp.linear_fc1", 4, lambda m: m >= 60),
+        "decoder.layers.2.mlp.linear_fc1:out",
+        "reduction-order",
+        sides=("gen", "train"),
+        rule="rows in call",
+    ),
+    variant(
+        "proj-2-chunks-gen",
+        linear_split("decoder.layers.1.self_attention.linear_proj", 2, lambda _m: True),
+        "decoder.layers.1.self_attention.linear_proj:out",
+        "reduction-order",
+        rule=_EVERY,
+    ),
+    variant(
+        "output-2-chunks",
+        linear_split("output_layer", 2, lambda _m: True),
+        "output_layer:out",
+        "reduction-order",
+        rule=_EVERY,
+    ),
+    variant(
+        "decode-4-splits",
+        gen_attention(attention.reference_attention, split_keys(4)),
+        _CORE,
+        "reduction-order",
+        rule="phase decode",
+        edge="prefill-decode",
+    ),
+    variant("all-3-splits", gen_attention(split_keys(3)), _CORE, "reduction-order", edge="score-prefill"),
+    variant(
+        "attention-probs-bf16",
+        gen_attention(bf16_probabilities),
+        _CORE,
+        "extra-rounding|reduction-order|attention-probabilities",
+        dtypes=("fp32",),
+    ),
+    variant("attention-window-16", gen_attention(window(16)), _CORE, "mask-fit", rule="^position >= 16"),
+    variant(
+        "attention-scale", gen_attention(other_scale), _CORE, "softmax-scale|attention-scale|mask-fit", says="scale"
+    ),
+    variant(
+        "combine-reversed-layer-2",
+        combine(2, lambda *a, **k: ordered_unpermute(*a, reverse=True, **k)),
+        "decoder.layers.2.mlp/unpermute:out*",
+        "reduction-order",
+        beds=("tiny-moe",),
+    ),
+    variant(
+        "combine-rotated",
+        combine(1, rotated_combine),
+        "decoder.layers.1.mlp/unpermute:out*",
+        "reduction-order",
+        beds=("tiny-moe",),
+    ),
+    variant(
+        "combine-fp32",
+        combine(3, wide_combine),
+        "decoder.layers.3.mlp/unpermute:out*",
+        "reduction-order|extra-rounding|fewer-roundings",
+        beds=("tiny-moe",),
+        dtypes=("bf16",),
+    ),
+    variant(
+        "log-softmax-2-from-3",
+        chunked_log_softmax(2, 3),
+        _SOFT,
+        "reduction-order",
+        sides=("train",),
+        rule="in call of score",
+        options={"micro_batch": 3},
+    ),
+    variant(
+        "logits-fp16",
+        module_output("output_layer", rounded(F16)),
+        "output_layer:out",
+        "extra-rounding",
+        dtypes=("fp32",),
+        says="float16",
+    ),
+    variant(
+        "logits-bf16-train",
+        module_output("output_layer", rounded(torch.bfloat16)),
+        "output_layer:out",
+        "extra-rounding",
+        dtypes=("fp32",),
+        sides=("train",),
+        says="bfloat16",
+    ),
+    variant(
+        "fc1-bf16-layer-3",
+        module_output("decoder.layers.3.mlp.linear_fc1", rounded(torch.bfloat16)),
+        "decoder.layers.3.mlp.linear_fc1:out",
+        "extra-rounding",
+        dtypes=("fp32",),
+        says="bfloat16",
+    ),
+    variant(
+        "qkv-fp8",
+        module_output("decoder.layers.1.self_attention.linear_qkv", rounded(torch.float8_e4m3fn)),
+        "decoder.layers.1.self_attention.linear_qkv:out",
+        "extra-rounding",
+        says="float8_e4m3",
+    ),
+    variant(
+        "router-fp16",
+        gating(F16),
+        "decoder.layers.1.mlp/router.gating:out*",
+        "extra-rounding",
+        beds=("tiny-moe",),
+        says="float16",
+    ),
+    variant(
+        "router-bf16-train",
+        gating(torch.bfloat16),
+        "decoder.layers.1.mlp/router.gating:out*",
+        "extra-rounding",
+        beds=("tiny-moe",),
+        sides=("train",),
+        says="bfloat16",
+    ),
+    variant(
+        "norm-early-layer-3",
+        norm_forward("decoder.layers.3.pre_mlp_layernorm", early_rounding),
+        "decoder.layers.3.pre_mlp_layernorm:out",
+        "norm-rounding-order",
+        dtypes=("bf16",),
+    ),
+    variant(
+        "norm-early-final-train",
+        norm_forward("decoder.final_layernorm", early_rounding),
+        "decoder.final_layernorm:out",
+        "norm-rounding-order",
+        dtypes=("bf16",),
+        sides=("train",),
+    ),
+    variant("eps-1e-8", eps(1e-8), _NORM0, "eps"),
+    variant(
+        "eps-1e-3-layer-2",
+        eps(1e-3, "decoder.layers.2.input_layernorm"),
+        "decoder.layers.2.input_layernorm:out",
+        "eps",
+        says="0.001|1e-0?3",
+    ),
+    variant("eps-5e-6-train", eps(5e-6), _NORM0, "eps", sides=("train",), says="5e-0?6|from"),
+    variant("rope-fp16", frequencies(rounded(F16)), _ROPE, "rope-frequency", says="float16", rule="^position >= "),
+    variant("rope-base", frequencies(other_base(5e5)), _ROPE, "rope-frequency", rule="^position >= 1"),
+    variant(
+        "rope-negative",
+        gen_rope_freqs(lambda f: -f),
+        _ROPE,
+        "rope-direction|rope-frequency|rope-pairing",
+        rule="^position >= 1",
+    ),
+    variant("rope-scaled", frequencies(lambda f: f / 4), _ROPE, "rope-frequency|position-shift", rule="^position >= 1"),
+    variant("temperature-1.5-gen", gen_log_softmax_of(lambda t: t / 1.5), _SOFT, "temperature", says=r"1\.5"),
+    variant(
+        "temperature-0.6-train",
+        log_softmax_of(lambda original, t: original(t / 0.6)),
+        _SOFT,
+        "temperature",
+        sides=("train",),
+        says=r"0\.6",
+    ),
+    variant("top-k-support", log_softmax_of(top_k_only), _SOFT, "softmax-support", sides=("train",)),
+    variant(
+        "soft-cap",
+        log_softmax_of(lambda original, t: original(30 * torch.tanh(t / 30))),
+        _SOFT,
+        "softmax-support|log-softmax-formula|logit-soft-cap|not-localised",
+        sides=("train",),
+    ),
+    variant(
+        "log-softmax-bf16",
+        log_softmax_of(lambda original, t: original(t).bfloat16().float()),
+        _SOFT,
+        "extra-rounding",
+        sides=("train",),
+    ),
+    variant("selected-shift-2", rolled_selection(2), "logprobs/selected:out*", "row-shift", sides=("train",), says="2"),
+    variant("selected-shift-minus-1", rolled_selection(-1), "logprobs/selected:out*", "row-shift", sides=("train",)),
+    variant("labels-rolled", rolled_labels(-1), "logprobs/label:out*", "label-fault", sides=("train",)),
+    *(
+        Fault(
+            f"old-{path}",
+            "an older weight of one module",
+            "",
+            ("tiny-gpt",),
+            BOTH,
+            (side,),
+            old_weight(path),
+            Answer(verdict="refused", names=("weights-differ",), says=(path,)),
+        )
+        for path, side in (
+            ("decoder.layers.1.mlp.linear_fc2", "gen"),
+            ("decoder.layers.2.self_attention.linear_qkv", "train"),
+            ("embedding.word_embeddings", "gen"),
+            ("decoder.layers.1.input_layernorm", "gen"),
+        )
+    ),
+    variant(
+        "routing-scaled",
+        scaled_routing(2.5),
+        "decoder.layers.1.mlp/router.topk:out.0",
+        "routing-weights|constant-ratio",
+        beds=("tiny-moe",),
+        says=r"2\.5",
+    ),
+    variant(
+        "proj-doubled",
+        module_output("decoder.layers.1.self_attention.linear_proj", lambda t: t * 2),
+        "decoder.layers.1.self_attention.linear_proj:out",
+        "constant-ratio",
+        says="2",
+    ),
+    variant(
+        "fc2-offset",
+        module_output("decoder.layers.2.mlp.linear_fc2", lambda t: t + 0.5),
+        "decoder.layers.2.mlp.linear_fc2:out",
+        "constant-offset",
+        says=r"0\.5",
+    ),
+    variant(
+        "fc1-reversed-columns",
+        module_output("decoder.layers.2.mlp.linear_fc1", lambda t: t.flip(-1)),
+        "decoder.layers.2.mlp.linear_fc1:out",
+        "column-permutation",
+    ),
+    variant(
+        "proj-zero-rows",
+        module_output("decoder.layers.1.self_attention.linear_proj", zero_rows),
+        "decoder.layers.1.self_attention.linear_proj:out",
+        "uninitialised",
+    ),
+)
