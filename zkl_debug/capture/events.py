@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +95,7 @@ class EventLog:
         session: also write every event and its state into this capture session.
         budget_bytes: bytes digested per snapshot, at most; what does not fit is recorded without a digest and counted.
         before: take the state before an event too; without it a change between two events is put on the later one.
+        stateless: names of events whose state is not taken at all.
         keep: moments whose state is kept in memory; older ones keep name and place only. None keeps all.
     """
 
@@ -106,6 +107,7 @@ class EventLog:
         session: CaptureSession | None = None,
         budget_bytes: int = 1 << 30,
         before: bool = True,
+        stateless: Collection[str] = (),
         keep: int | None = None,
     ) -> None:
         self.roots = dict(roots)
@@ -113,6 +115,7 @@ class EventLog:
         self.session = session
         self.budget_bytes = budget_bytes
         self.before = before
+        self.stateless = frozenset(stateless)
         self.keep = keep
         self.step = 0
         self.version = 0
@@ -185,7 +188,8 @@ class EventLog:
         self._callbacks.clear()
 
     def _note(self, name: str, phase: str, site: str, detail: Mapping[str, Json], state: bool) -> None:
-        self._add(name, phase, site, detail, self.snapshot() if state else {})
+        taken = self.snapshot() if state and name not in self.stateless else {}
+        self._add(name, phase, site, detail, taken)
 
     def _add(
         self, name: str, phase: str, site: str, detail: Mapping[str, Json], taken: Mapping[str, StateRecord]

@@ -25,6 +25,8 @@ _MAX_ITEMS = 4096
 #: Objects of these packages hold no state of a model (or hold handles only).
 _SKIPPED = ("torch", "asyncio", "threading", "concurrent", "logging", "_thread", "multiprocessing", "zkl_debug")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, enum.Enum, types.ModuleType, range, slice)
+#: Types of most attributes: passed over before a path is made for them.
+_COMMON = frozenset({str, bytes, int, float, bool, type(None)})
 _MODULE_OWN = frozenset(vars(nn.Module()))
 
 
@@ -110,9 +112,11 @@ class _Walker:
         if isinstance(value, nn.Module):
             return self._module(value, path)
         if isinstance(value, dict | types.MappingProxyType):
-            return _limited(((v, f"{path}[{k!r}]", owner) for k, v in value.items()), self.result)
+            held = ((k, v) for k, v in value.items() if type(v) not in _COMMON)
+            return _limited(((v, f"{path}[{k!r}]", owner) for k, v in held), self.result)
         if isinstance(value, list | tuple | set | frozenset | collections.deque):
-            return _limited(((v, f"{path}[{i}]", owner) for i, v in enumerate(value)), self.result)
+            numbered = ((i, v) for i, v in enumerate(value) if type(v) not in _COMMON)
+            return _limited(((v, f"{path}[{i}]", owner) for i, v in numbered), self.result)
         if isinstance(value, functools.partial):
             return [(value.args, f"{path}.args", owner), (value.keywords, f"{path}.keywords", owner)]
         if isinstance(value, types.FunctionType):
@@ -121,7 +125,9 @@ class _Walker:
             return []
         if type(value).__module__.split(".")[0] in _SKIPPED:
             return []
-        return [(v, f"{path}.{name}" if path else name, owner) for name, v in _attributes(value)]
+        return [
+            (v, f"{path}.{name}" if path else name, owner) for name, v in _attributes(value) if type(v) not in _COMMON
+        ]
 
     def _module(self, module: nn.Module, path: str) -> Iterator[tuple[Any, str, str]]:
         prefix = f"{path}." if path else ""
@@ -136,7 +142,7 @@ class _Walker:
             if child is not None:
                 yield child, f"{prefix}{name}", f"{prefix}{name}"
         for name, value in vars(module).items():
-            if name not in _MODULE_OWN:
+            if type(value) not in _COMMON and name not in _MODULE_OWN:
                 yield value, f"{prefix}{name}", path
 
     def _named(self, tensor: torch.Tensor, path: str, kind: str, owner: str, persistent: bool) -> None:

@@ -43,7 +43,7 @@ def sequence_rule(
         record: the step.
         earlier: steps before it: what prompts were seen.
         old_blocks: KV blocks that hold values of old weights.
-        shared: sequences that were in flight with, or were given, a KV block that had been freed too early.
+        shared: sequences one of whose KV blocks another sequence wrote into while they held it.
     """
     diverged = set(record.diverged)
     everyone = {s.sample for s in record.sequences}
@@ -79,7 +79,10 @@ def _conditions(
 
     yield "every sequence", {s.sample for s in rollouts}
     yield having("took KV blocks of old weights from the prefix cache", lambda s: bool(old & set(s.cached_blocks)))
-    yield "holds a KV block that was freed while in use", shared & {s.sample for s in rollouts}
+    yield (
+        "another sequence wrote into a KV block of it",
+        shared & {s.sample for s in rollouts},
+    )
     yield having("took KV blocks from the prefix cache", lambda s: bool(s.cached_blocks))
     yield having("its prompt was split over prefill chunks", lambda s: _chunks(s) > 1)
     yield having("its prompt was used in an earlier step", lambda s: s.tokens[: s.prompt_length] in seen)
@@ -93,7 +96,7 @@ def _conditions(
 
 
 def _chunks(s: Rollout) -> int:
-    return len({use.start for use in s.uses})
+    return len({use.start for use in s.uses if use.length})
 
 
 def _prompt(s: Rollout) -> int:

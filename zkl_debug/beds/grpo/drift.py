@@ -260,7 +260,7 @@ def _state(drift: Drift, watch: LoopWatch, record: StepRecord, runner: CellRunne
     found = state_findings(moments, woke, values)
     freed = freed_blocks(moments, record.step)
     old = {int(f.detail["block"]) for f in found if f.kind == "kv"}
-    shared = _sharing(record, freed)
+    shared = _sharing(record)
     drift.rule = sequence_rule(record, [r for r in drift.records if r.step < record.step], old, shared)
     hit = {b for s in record.sequences if not s.equal for b in s.cached_blocks}
     kept = [f for f in found if f.kind != "kv" or int(f.detail["block"]) in hit]
@@ -280,15 +280,10 @@ def _weight(finding: StateFinding) -> tuple[int, str]:
     return strength * 10 + kind, finding.path
 
 
-def _sharing(record: StepRecord, freed: list[StateFinding]) -> set[int]:
-    """Requests that held a freed block, and those that were given one afterwards, where both happened."""
-    sharing: set[int] = set()
-    for finding in freed:
-        owners = {int(r) for r in finding.detail["owners"]}
-        block = int(finding.detail["block"])
-        given = {s.sample for s in record.sequences if any(block in use.blocks for use in s.uses)}
-        sharing |= owners | given
-    return sharing
+def _sharing(record: StepRecord) -> set[int]:
+    """Sequences one of whose KV blocks another sequence wrote into while they held it."""
+    uses = [use for r in record.sequences for use in r.uses]
+    return {s for use in uses for s in (*use.held_by, *([use.request] if use.written_by else []))}
 
 
 def _between(moments: list[Moment], bad: int) -> list[EventRef]:

@@ -47,7 +47,8 @@ class LoopWatch:
         loop: the loop.
         keep: steps whose :class:`Kept` is held (a ring buffer); None for all.
         session: also write events and state into this capture session.
-        light: state only after events, not before; half the cost.
+        light: state only after events, not before, and not around a generation (waking and going to sleep have it);
+            less than half the cost.
 
     Attributes:
         log: the events.
@@ -61,7 +62,12 @@ class LoopWatch:
         self.keep = keep
         self.kept: OrderedDict[int, Kept] = OrderedDict()
         self.image_seconds = 0.0
-        self.log = EventLog({"train": loop.layout.trainer}, session=session, before=not light)
+        self.log = EventLog(
+            {"train": loop.layout.trainer},
+            session=session,
+            before=not light,
+            stateless=("generate",) if light else (),
+        )
 
     def __enter__(self) -> Self:
         loop = self.loop

@@ -9,21 +9,13 @@ import torch
 
 from zkl_debug.capture.layout import dtype_name
 from zkl_debug.digest_torch import digest_tensor
-from zkl_debug.engines.megatron.rollout import BlockUse
+from zkl_debug.engines.megatron.rollout import BlockUse, block_table
 from zkl_debug.schema import Json, StateRecord
 
 
 def kv_source(context: Any, uses: Callable[[], Iterable[BlockUse]]) -> Callable[[], list[StateRecord]]:
     """A state source over ``context``; ``uses`` tells which requests were given which blocks in the last generation."""
     return lambda: kv_records(context, uses())
-
-
-def block_table(context: Any) -> dict[int, tuple[int, ...]]:
-    """Blocks of every request that is in flight, by request id."""
-    count = int(context.total_request_count)
-    ids = context.request_ids[:count].tolist() if count else []
-    table = context.request_to_kv_block_ids
-    return {int(r): tuple(int(b) for b in table[i].tolist() if b >= 0) for i, r in enumerate(ids)}
 
 
 def kv_records(context: Any, uses: Iterable[BlockUse] = ()) -> list[StateRecord]:

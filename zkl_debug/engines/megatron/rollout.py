@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from zkl_debug.engines.megatron.generation import DynamicGenerator, GenConfig, G
 
 @dataclass(frozen=True)
 class BlockUse:
-    """KV blocks a request was given when (a chunk of) its prompt was admitted.
+    """KV blocks a request was given when (a chunk of) its prompt was admitted, or, with ``length`` 0, while it decoded.
 
     Attributes:
         request: request id.
@@ -26,6 +26,8 @@ class BlockUse:
         start: prompt tokens admitted before.
         length: prompt tokens admitted now.
         prompt: prompt length.
+        held_by: other requests in flight that held one of the blocks given now, those of the prefix cache aside.
+        written_by: those of them that were writing into it: it was their last block.
     """
 
     request: int
@@ -35,6 +37,8 @@ class BlockUse:
     start: int
     length: int
     prompt: int
+    held_by: tuple[int, ...] = ()
+    written_by: tuple[int, ...] = ()
 
     @property
     def hit(self) -> tuple[int, ...]:
@@ -88,6 +92,7 @@ class RolloutGenerator(DynamicGenerator):
             while waiting and (waiting[0].arrive <= step or idle):
                 self._submit(waiting.popleft())
                 idle = False
+            self._note_growth()
             for record in self.engine.step_modern()["finished_request_records"]:
                 request = record.merge()
                 finished[request.request_id] = request
@@ -107,10 +112,21 @@ class RolloutGenerator(DynamicGenerator):
         )
         self.engine.add_request(request.sample, list(request.prompt), sampling)
 
+    def _note_growth(self) -> None:
+        """Blocks that requests in flight were given since they were last looked at."""
+        known = {use.request: use for use in self.uses}
+        table = block_table(self.context)
+        for request, blocks in table.items():
+            last = known.get(request)
+            if last is not None and len(blocks) > len(last.blocks):
+                first, start = len(last.blocks), last.start + last.length
+                others = _holders(table, blocks[first:], request)
+                self.uses.append(BlockUse(request, blocks, 0, first, start, 0, last.prompt, *others))
+
     def _noted(self, req: Any, prefill_chunk_length: int | None = None, **kwargs: Any) -> Any:
         context = self.context
         before, cached_before = int(req.finished_chunk_token_count), int(req.num_cached_tokens)
-        slot = int(context.total_request_count)
+        slot, table = int(context.total_request_count), block_table(context)
         length = prefill_chunk_length if prefill_chunk_length is not None else int(req.remaining_prompt_length)
         # Looked up on the class at every call: taps and switches replace it there.
         result = type(context).add_request(context, req, prefill_chunk_length=prefill_chunk_length, **kwargs)
@@ -118,10 +134,26 @@ class RolloutGenerator(DynamicGenerator):
         count = int(context.request_kv_block_counts[slot])
         blocks = tuple(int(b) for b in context.request_to_kv_block_ids[slot][:count].tolist())
         cached = (int(req.num_cached_tokens) - cached_before) // size
-        self.uses.append(
-            BlockUse(int(req.request_id), blocks, cached, -(-before // size), before, length, len(req.prompt_tokens))
-        )
+        request, first = int(req.request_id), -(-before // size)
+        others = _holders(table, blocks[first + cached :], request)
+        self.uses.append(BlockUse(request, blocks, cached, first, before, length, len(req.prompt_tokens), *others))
         return result
+
+
+def _holders(
+    table: Mapping[int, tuple[int, ...]], blocks: Sequence[int], request: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Other requests of a block table that hold one of ``blocks``, and those of them whose last block it is."""
+    others = {r: held for r, held in table.items() if r != request and not set(blocks).isdisjoint(held)}
+    return tuple(others), tuple(r for r, held in others.items() if held[-1] in blocks)
+
+
+def block_table(context: Any) -> dict[int, tuple[int, ...]]:
+    """Blocks of every request that is in flight, by request id."""
+    count = int(context.total_request_count)
+    ids = context.request_ids[:count].tolist() if count else []
+    table = context.request_to_kv_block_ids[:count].tolist() if count else []
+    return {int(r): tuple(int(b) for b in row if b >= 0) for r, row in zip(ids, table, strict=True)}
 
 
 def _result(request: Request, finished: Any) -> GenResult:
