@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,16 @@ def command(a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool, 
 
 
 def _replayed(verdict: Verdict, a: Path, b: Path) -> Verdict:
-    """The verdict after calling its first operator again; unchanged when nothing diverges."""
+    """The verdict after calling its first operator again, and in float64; unchanged when nothing diverges."""
     if verdict.first is None:
         return verdict
     from zkl_debug.beds.replay import replay_first, settle
+    from zkl_debug.beds.ruling import rule_first
 
     with stderr().status("replaying the first operator") as status:
-        return settle(verdict, replay_first(verdict, a, b, lambda text: status.update(text)))
+        ruling = rule_first(verdict, a, b)
+        settled = settle(verdict, replay_first(verdict, a, b, lambda text: status.update(text)))
+    return replace(settled, referee=ruling.to_json())
 
 
 def _progress() -> AbstractContextManager[Progress | None]:

@@ -179,6 +179,8 @@ def _following(verdict: Verdict) -> Iterator[RenderableType]:
         yield Text(f"{'why' if index == 0 else '':<10}{why['name']}: {why['text']}")
     if verdict.replay is not None:
         yield Text(f"replay    {verdict.replay['status']}: {verdict.replay['text']}")
+    if verdict.referee is not None:
+        yield Text(f"referee   {verdict.referee['text']}")
     if verdict.masked.hidden:
         yield Text(f"masked    {verdict.masked.text}")
     table = verdict.site_counts

@@ -63,6 +63,7 @@ class Verdict:
         certification: self-repeat and probe tests of each side (``a``, ``b``).
         partial: incomplete captures were allowed.
         replay: what calling the first operator again said; None when it was not called.
+        referee: which side of the first operator is wrong by a float64 replay; None when it was not asked.
         comparison: the details; None when refused before comparing.
     """
 
@@ -80,6 +81,7 @@ class Verdict:
     certification: Mapping[str, Mapping[str, bool | None]] = field(default_factory=dict)
     partial: bool = False
     replay: Json | None = None
+    referee: Json | None = None
     comparison: Comparison | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -138,6 +140,7 @@ class Verdict:
             "partial": self.partial,
             "masked": None if self.comparison is None else self.masked.to_json(),
             "replay": self.replay,
+            "referee": self.referee,
         }
 
 
