@@ -273,7 +273,7 @@ register(
         attention_tiles,
         Answer(
             (_CORE,),
-            "within-b",
+            "within-b|prefill-decode",
             "own|uncaptured-state",
             "max_seqlen_q >= 10",
             "another request changed",

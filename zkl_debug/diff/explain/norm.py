@@ -73,7 +73,8 @@ _FACTOR_ERROR = 4 * 2.0**-23
 
 def _row_ratio(pair: Port) -> tuple[F64, F64] | None:
     """Bounds of right/left of each row; None when some row has no single ratio."""
-    slack = 2.0
+    # Two roundings on the way; the first may be of a value in the binade below, with twice the weight.
+    slack = 3.0 if pair.left.dtype == "float32" else 2.0
     low, high = ratio_bounds(
         pair.left.real, half_widths(pair.left, slack), pair.right.real, half_widths(pair.right, slack)
     )
