@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zkl_debug.beds.attribution import Attribution, attribute
 from zkl_debug.beds.bed import BedOptions
 from zkl_debug.beds.run import open_bed
 from zkl_debug.errors import Refused
@@ -35,13 +36,14 @@ class Operator:
 
 @dataclass(frozen=True)
 class OperatorScan:
-    """Result of one forced pass."""
+    """Result of one forced pass; ``attribution`` where it was asked for and something diverges."""
 
     operators: tuple[Operator, ...]
     sites: int
     rows: int
     unmatched: tuple[str, ...]
     not_forced: tuple[str, ...]
+    attribution: Attribution | None = None
 
     def to_json(self) -> Json:
         """The document of ``bisect operators --json`` without its heading."""
@@ -54,11 +56,19 @@ class OperatorScan:
                 "unmatched": list(self.unmatched),
                 "not_forced": list(self.not_forced),
             },
+            "attribution": None if self.attribution is None else self.attribution.to_json(),
         }
 
 
-def scan_operators(options: BedOptions, progress: Callable[[str], None] | None = None) -> OperatorScan:
+def scan_operators(
+    options: BedOptions, progress: Callable[[str], None] | None = None, *, attribution: bool = False
+) -> OperatorScan:
     """Capture scoring with payload, then run generation with every operator's output replaced by scoring's.
+
+    Args:
+        options: the run.
+        progress: told what happens.
+        attribution: also say how much of the log-prob gap each operator accounts for.
 
     Raises:
         Refused: when no site could be compared.
@@ -81,7 +91,11 @@ def scan_operators(options: BedOptions, progress: Callable[[str], None] | None =
             forcing = Forcing(reference)
             with context.side("gen"), Capture(context.model, None, "gen", strict=True, forcing=forcing):
                 context.run_gen()
-    return _summary(forcing)
+            scan = _summary(forcing)
+            sites = [o.site for o in scan.operators if o.inputs_equal]
+            if attribution and sites:
+                scan = replace(scan, attribution=attribute(context, reference, sites, say))
+    return scan
 
 
 def _summary(forcing: object) -> OperatorScan:

@@ -61,13 +61,19 @@ class Forcing:
 
     Attributes:
         reference: capture of side A with payload.
+        only: sites whose values are put in place; None for every output. The others are compared all the same.
+        watched: a site whose values are kept for both sides.
         results: by site name, in order of first visit.
         unmatched: sites of B that A has no payload of.
+        kept: raw bits of the watched site, (A's, what B goes on with), [n, W] each, one entry a visit.
     """
 
     reference: Reference
+    only: frozenset[str] | None = None
+    watched: str = ""
     results: dict[str, SiteResult] = field(default_factory=dict)
     unmatched: set[str] = field(default_factory=set)
+    kept: list[tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=list)
     _index: dict[str, dict[bytes, int]] = field(default_factory=dict)
 
     def visit(self, name: str, view: RowView, kind: SiteKind, rows: NDArray[np.void], source: torch.Tensor) -> None:
@@ -97,12 +103,14 @@ class Forcing:
         differ = (here != there).any(axis=1)
         result.compared += len(mine)
         result.mismatched += int(differ.sum())
+        if name == self.watched:
+            self.kept.append((there, there if self.only is None or name in self.only else here))
         if not differ.any():
             return
         if result.first is None:
             row = rows[mine[np.flatnonzero(differ)[0]]]
             result.first = int(row["sample"]), int(row["position"]), int(row["token"])
-        if kind is SiteKind.INPUT or parse_site(name).is_input:
+        if kind is SiteKind.INPUT or parse_site(name).is_input or (self.only is not None and name not in self.only):
             return
         if not shares_storage(view.tensor, source):
             result.missed += int(differ.sum())

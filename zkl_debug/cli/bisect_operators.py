@@ -14,8 +14,9 @@ from zkl_debug.errors import ExitCode
 @click.command("operators", short_help="All operators that diverge on their own, not only the first.")
 @click.option("--bed", required=True, help="Workload to run (see `zkl-debug beds`).")
 @bed_options
+@click.option("--attribution", is_flag=True, help="Also: how much of the log-prob gap each of them accounts for.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(bed: str, as_json: bool, **values: Any) -> int:
+def command(bed: str, attribution: bool, as_json: bool, **values: Any) -> int:
     """Feed scoring's value into generation at every operator and list those that still differ.
 
     Exit code: 0 no operator differs, 1 some do, 3 nothing could be compared.
@@ -24,7 +25,7 @@ def command(bed: str, as_json: bool, **values: Any) -> int:
 
     options = make_options(bed, values, ("gen", "train"))
     with stderr().status("starting") as status:
-        scan = scan_operators(options, lambda text: status.update(text))
+        scan = scan_operators(options, lambda text: status.update(text), attribution=attribution)
     if as_json:
         emit_json({"format": "zkl-operators", "version": 1, "bed": bed, **scan.to_json()})
     else:
@@ -41,6 +42,17 @@ def _print(scan: Any) -> None:
         note = "" if o.inputs_equal else "  (an input could not be made equal: may be inherited)"
         where = f"first at sample {o.sample} position {o.position}"
         console.print(f"  [bold]{o.site}[/]  {o.rows} of {o.of} rows, {where}{note}")
+    if scan.attribution is not None:
+        _print_attribution(scan.attribution)
     for title, names in (("not comparable", scan.unmatched), ("seen as copies, not replaced", scan.not_forced)):
         if names:
             console.print(f"{title}: {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}")
+
+
+def _print_attribution(found: Any) -> None:
+    console = stdout()
+    gap = found.gap
+    console.print(f"log-probs: {gap.rows} rows, mean gap {gap.mean_abs:.3g} nats, largest {gap.max_abs:.3g}")
+    for share in found.shares:
+        console.print(f"  {share.share:7.1%} of it  {share.site}  (put right alone: {share.alone:.1%} goes away)")
+    console.print(f"  all of them put right: mean gap {found.remaining.mean_abs:.3g}")
