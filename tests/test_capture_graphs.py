@@ -58,6 +58,9 @@ class FakeKernels(Kernels):
     def slots(self, rows: int) -> torch.Tensor:
         return torch.zeros((rows, 2), dtype=torch.int64)
 
+    def ready(self, tensor: torch.Tensor, rows: int) -> bool:  # noqa: ARG002
+        return True
+
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor.clone()
         if FakeGraph.current is not None:

@@ -173,15 +173,7 @@ def digest_into(view: LaneView, out: int, dest: int = 0, lane_offset: int = 0) -
         lane_offset: index of the first lane in the whole row, for shards.
     """
     w = weights_on(view.owner.device, view.lanes + lane_offset)
-    block_rows, block_lanes, warps = _blocks(view.rows)
-    row_blocks = triton.cdiv(view.rows, block_rows)
-    split = needs_zeros(view)
-    per_program = _LANES_PER_PROGRAM if split else triton.cdiv(view.lanes, block_lanes) * block_lanes
-    sizes = (view.rows, view.lanes, view.stride, w.stride(0), lane_offset)
-    fixed = (per_program, block_rows, block_lanes, split, dest != 0)
-    grid = (row_blocks, triton.cdiv(view.lanes, per_program), 1)
-    # Sizes and alignment are what Triton specialises on: a launcher kept for exactly these is the one it would choose,
-    # without the binding of arguments that costs more than the kernel of a small tensor.
+    grid, sizes, fixed, warps = _launch(view, w, dest, lane_offset)
     key = (view.owner.device, *sizes, *fixed, view.address % _ALIGNED == 0)
     runner = _runners.get(key)
     if runner is not None:
@@ -193,6 +185,29 @@ def digest_into(view: LaneView, out: int, dest: int = 0, lane_offset: int = 0) -
     )  # fmt: skip
     if len(_runners) < _MAX_RUNNERS:
         _runners[key] = compiled[grid]
+
+
+def is_loaded(view: LaneView) -> bool:
+    """Whether the kernel for such rows was launched before: then it can be recorded into a graph, loading cannot."""
+    w = weights_on(view.owner.device, view.lanes)
+    _, sizes, fixed, _ = _launch(view, w, 0, 0)
+    return (view.owner.device, *sizes, *fixed, view.address % _ALIGNED == 0) in _runners
+
+
+def _launch(
+    view: LaneView, w: torch.Tensor, dest: int, lane_offset: int
+) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[Any, ...], int]:
+    """Grid, run-time sizes, constants and warps of a launch.
+
+    Sizes and alignment are what Triton specialises on: a launcher kept for exactly these is the one it would choose,
+    without the binding of arguments that costs more than the kernel of a small tensor.
+    """
+    block_rows, block_lanes, warps = _blocks(view.rows)
+    split = needs_zeros(view)
+    per_program = _LANES_PER_PROGRAM if split else triton.cdiv(view.lanes, block_lanes) * block_lanes
+    sizes = (view.rows, view.lanes, view.stride, w.stride(0), lane_offset)
+    fixed = (per_program, block_rows, block_lanes, split, dest != 0)
+    return (triton.cdiv(view.rows, block_rows), triton.cdiv(view.lanes, per_program), 1), sizes, fixed, warps
 
 
 def _blocks(rows: int) -> tuple[int, int, int]:

@@ -63,7 +63,7 @@ class Bed:
 
 SIZES = ("small", "full")
 _SMALL = {"layers": 2, "hidden": 1024, "heads": 16, "kv_groups": 4, "ffn": 2816, "vocab": 8192, "max_length": 512}
-_FULL = {"layers": 16, "hidden": 2048, "heads": 16, "kv_groups": 8, "ffn": 8192, "vocab": 32768, "max_length": 2048}
+_FULL = {"layers": 16, "hidden": 2048, "heads": 16, "kv_groups": 8, "ffn": 8192, "vocab": 32768, "max_length": 512}
 _DENSE = {"small": _SMALL, "full": _FULL}
 _EXPERTS = {
     "small": {**_SMALL, "experts": 8, "topk": 2, "expert_ffn": 512},

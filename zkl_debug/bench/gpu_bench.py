@@ -10,7 +10,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,13 @@ _KERNEL_SHAPES = ((16384, 8192), (16384, 2048))
 Say = Callable[[str], None]
 
 
-def bench_gpu(progress: Say | None = None, size: str = "full", rounds: int = ROUNDS) -> dict[str, Json]:
-    """Time kernel, scoring and decoding.
+PARTS = ("kernel", "scoring", "decode")
+
+
+def bench_gpu(
+    progress: Say | None = None, size: str = "full", rounds: int = ROUNDS, parts: Sequence[str] = PARTS
+) -> dict[str, Json]:
+    """Time the digest kernel, scoring and decoding, or some of them.
 
     Returns:
         ``kernel``: bytes read per second; ``scoring`` and ``decode``: seconds and ratios to the plain run.
@@ -49,16 +54,19 @@ def bench_gpu(progress: Say | None = None, size: str = "full", rounds: int = ROU
     root = Path(tempfile.mkdtemp(prefix="zkl-bench-"))
     result: dict[str, Json] = {"device": torch.cuda.get_device_name(), "size": fields, "rounds": rounds}
     try:
-        say("digest kernel")
-        result["kernel"] = [bench_kernel(*shape) for shape in _KERNEL_SHAPES]
+        if "kernel" in parts:
+            say("digest kernel")
+            result["kernel"] = [bench_kernel(*shape) for shape in _KERNEL_SHAPES]
+        spec = gpu.GpuSpec(kind="te", attention_backend="flash", flash_attention_version=4, **fields)
         with world.world(inference_rng=True):
-            spec = gpu.GpuSpec(kind="te", attention_backend="flash", flash_attention_version=4, **fields)
-            say("scoring")
-            result["scoring"] = _scoring(gpu.build_gpu_model(spec, 0), spec, root, rounds)
-            torch.cuda.empty_cache()
-            say("decoding")
-            graphs = gpu.GpuSpec(**{**vars(spec), "cuda_graphs": True})
-            result["decode"] = _decoding(gpu.build_gpu_model(graphs, 0), graphs, root, rounds)
+            if "scoring" in parts:
+                say("scoring")
+                result["scoring"] = _scoring(gpu.build_gpu_model(spec, 0), spec, root, rounds)
+                torch.cuda.empty_cache()
+            if "decode" in parts:
+                say("decoding")
+                graphs = gpu.GpuSpec(**{**vars(spec), "cuda_graphs": True})
+                result["decode"] = _decoding(gpu.build_gpu_model(graphs, 0), graphs, root, rounds)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return result
@@ -106,7 +114,7 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
     from zkl_debug.capture.api import Capture
     from zkl_debug.engines.megatron import scoring
 
-    count = SEQUENCE if spec.max_length >= SEQUENCE else spec.max_length
+    count = SEQUENCE
     rng = np.random.default_rng(0)
     rows = [(i, rng.integers(0, spec.vocab, count).tolist()) for i in range(SEQUENCES)]
     batch = scoring.padded_batch(0, rows)
@@ -125,7 +133,7 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
         _time(times, "plain", forward)
         with Capture(model, root / f"s{number}", "train") as capture:
             _time(times, "digest-first", forward)  # makes files, memory and kernels, and reads every site
-            for _ in range(3):
+            for _ in range(2):
                 capture.session.flush()
                 _time(times, "digest", forward)
             begin = time.perf_counter()
@@ -135,8 +143,7 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
             facts["shared"] = len(capture.session.twins.known)
         shutil.rmtree(root / f"s{number}")
     with _naive(model):
-        for _ in range(2):
-            _time(times, "naive", forward)
+        _time(times, "naive", forward)
     return {**facts, **_figures(times)}
 
 

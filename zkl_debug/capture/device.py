@@ -40,6 +40,18 @@ class Kernels:
             kernel.weights_on(torch.device("cuda", torch.cuda.current_device()), 1)  # none may be made in a recording
         return torch.zeros((rows, 2), dtype=torch.int64, device="cuda")
 
+    def warm(self, tensor: torch.Tensor, rows: int) -> None:
+        """Load the kernel that :meth:`digest` takes for such a tensor; nothing can be loaded while recording."""
+        kernel = _triton()
+        if kernel is not None and tensor.device.type == "cuda":
+            kernel.digest_device(tensor, rows)
+
+    def ready(self, tensor: torch.Tensor, rows: int) -> bool:
+        """Whether :meth:`digest` of such a tensor can be recorded into a graph now."""
+        kernel = _triton()
+        view = kernel.lane_view(tensor, rows)
+        return view is None or kernel.is_loaded(view)
+
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy of a tensor; made anew at each replay when it is issued while a graph is recorded."""
         return tensor.clone(memory_format=torch.contiguous_format)

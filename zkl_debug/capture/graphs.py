@@ -161,6 +161,11 @@ class GraphWatch:
         if view.take is not None:
             self.unreach(name, "its rows are not in the order of the token slots")
             return
+        if not self.kernels.ready(tensor, rows):
+            self.unreach(
+                name, "its kernel was not loaded before the recording: run the model once under the probe first"
+            )
+            return
         if not self.kernels.digest(tensor, rows, self._arena[start : start + rows], None, clear=True):
             self.unreach(name, "the kernel cannot read it without a copy (row bytes not a multiple of 4)")
             return

@@ -239,6 +239,7 @@ class CaptureSession:
             view = resolve(tensor, frame.rows, layout)
             if view is not None:  # keeps the order of execution among the sites inside the graphs
                 self._meta(name, self._flat(view) if flatten else view, kind, semantic)
+                self.kernels.warm(view.tensor.detach(), int(view.tensor.shape[0]))
             return False
         if recording and self.graphs is not None:
             view = self.graphs.resolve(frame.rows, tensor, layout)

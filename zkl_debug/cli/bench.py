@@ -43,14 +43,15 @@ def capture_command(rounds: int, hidden: int, layers: int, tokens: int, dtype: s
 @command.command("gpu")
 @click.option("--rounds", type=int, default=5, show_default=True)
 @click.option("--size", type=click.Choice(["small", "full"]), default="full", show_default=True)
+@click.option("--part", "parts", type=click.Choice(["kernel", "scoring", "decode"]), multiple=True, help="Only these.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def gpu_command(rounds: int, size: str, as_json: bool) -> int:
+def gpu_command(rounds: int, size: str, parts: tuple[str, ...], as_json: bool) -> int:
     """On a GPU: digest kernel, scoring forward of 16k tokens, decoding in CUDA graphs; beside a naive hook."""
-    from zkl_debug.bench.gpu_bench import bench_gpu
+    from zkl_debug.bench.gpu_bench import PARTS, bench_gpu
 
     console = stderr()
     with console.status("starting") as status:
-        found = bench_gpu(lambda text: status.update(text), size, rounds)
+        found = bench_gpu(lambda text: status.update(text), size, rounds, parts or PARTS)
     return _finish({"format": "zkl-bench", "version": 1, "gpu": found}, as_json)
 
 
