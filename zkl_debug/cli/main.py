@@ -18,6 +18,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "beds": ("zkl_debug.cli.beds", "command", "Beds, their switches and faults."),
     "capture": ("zkl_debug.cli.capture", "command", "Run a bed and capture both sides."),
     "diff": ("zkl_debug.cli.diff", "command", "Compare two captures; name the first operator that differs."),
+    "zoom": (
+        "zkl_debug.cli.zoom",
+        "command",
+        "Inside one site: the first tensor operator that differs, with its source.",
+    ),
     "inspect": ("zkl_debug.cli.inspect", "command", "Show what a capture folder holds."),
     "repair": ("zkl_debug.cli.repair", "command", "Recover every flushed frame of a capture that was killed."),
     "logprobs": ("zkl_debug.cli.logprobs", "command", "What generation and training log-probs say by themselves."),
@@ -28,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     ),
     "bisect": ("zkl_debug.cli.bisect", "group", "Which switch makes it go away, which commit brought it."),
     "watch": ("zkl_debug.cli.watch", "command", "A loop under a light monitor that stops where it diverges."),
+    "certify": ("zkl_debug.cli.certify", "command", "The gate: zero over every edge, or the cause and the edges left."),
     "stack": ("zkl_debug.cli.stack", "command", "The ladder of switches: what can be tried where, and the plan."),
     "bench": ("zkl_debug.cli.bench", "command", "Measured costs, and the scoreboard over known faults."),
 }

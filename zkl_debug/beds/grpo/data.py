@@ -14,7 +14,6 @@ from zkl_debug.beds.grpo.options import GrpoOptions
 if TYPE_CHECKING:
     from zkl_debug.engines.megatron.generation import Request
 
-_SHORT = 12  # shortest prompt, tokens
 _SPREAD = 6
 _GENERATE = 5  # shortest rollout, tokens
 _GENERATE_SPREAD = 4
@@ -71,7 +70,7 @@ def batch(options: GrpoOptions, step: int, vocab: int) -> Batch:
 
 def _prompt(options: GrpoOptions, step: int, group: int, vocab: int) -> tuple[int, ...]:
     generator = np.random.default_rng([options.seed, 7, step, group])
-    length = _SHORT + int(generator.integers(_SPREAD))
+    length = options.prompt_tokens + int(generator.integers(_SPREAD))
     if options.long_from and step >= options.long_from and group in options.long_groups:
         length = options.long_length
     return tuple(generator.integers(0, vocab, length).tolist())

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from zkl_debug.capture.events import EventLog
     from zkl_debug.engines.megatron.generation import GenResult, Request
-    from zkl_debug.engines.megatron.rollout import BlockUse
+    from zkl_debug.engines.megatron.rollout import BlockUse, Traffic
 
 TRAINER = 0
 _WAIT = 300.0  # seconds an answer may take
@@ -143,14 +143,15 @@ class RemoteSide:
         self.worker = worker
         self.dropped: list[int] = []
         self.uses: Sequence[BlockUse] = ()
+        self.traffic: Traffic = worker.call("traffic")
         self.parameters: int = worker.call("parameters")
         self._log: EventLog | None = None
 
     def generate(self, requests: Sequence[Request], seed: int, naps: tuple[int, ...] = ()) -> list[GenResult]:
         """Wake, run the requests to their end, sleep; what happened there is told to the log here."""
         watched = self._log is not None and self._log.enabled
-        results, uses, moments, seconds = self.worker.call("generate", list(requests), seed, naps, watched)
-        self.uses = uses
+        answer = self.worker.call("generate", list(requests), seed, naps, watched)
+        results, self.uses, self.traffic, moments, seconds = answer
         if self._log is not None and watched:
             self._log.adopt(moments, "gen", seconds)
         return list(results)

@@ -97,6 +97,7 @@ def find_drift(
     keep: int | None = None,
     stop: bool = False,
     light: bool = False,
+    after: Callable[[GrpoLoop], None] | None = None,
 ) -> Drift:
     """Run the loop, and where it diverges find out why.
 
@@ -109,6 +110,7 @@ def find_drift(
         keep: steps that can be run again (a ring buffer); None for all.
         stop: end the loop at the first step that diverges.
         light: state only after events.
+        after: called with the open loop when no step diverged.
     """
     tell = say or (lambda _text: None)
     with ExitStack() as stack:
@@ -138,6 +140,8 @@ def find_drift(
         elif drift.steps:
             drift.onset, drift.kind = drift.steps[0], "undecided"
             drift.reason = f"step {drift.onset} is not kept any more: keep more steps, or stop at the first one"
+        elif after is not None:
+            after(loop)
     return drift
 
 

@@ -21,6 +21,7 @@ from zkl_debug.schema import StateRecord
 
 if TYPE_CHECKING:
     from zkl_debug.engines.megatron.generation import GenResult, Request
+    from zkl_debug.engines.megatron.rollout import Traffic
 
 #: Rank of the engine in the refit group.
 ENGINE = 1
@@ -87,6 +88,9 @@ class _Engine:
 
         swap_weights(None, self.side.model, group=self.group, target_offset=1)
 
+    def traffic(self) -> Traffic:
+        return self.side.traffic
+
     def parameters(self) -> int:
         return self.side.parameters
 
@@ -96,7 +100,8 @@ class _Engine:
         before = self.log.cost.seconds
         results = self.side.generate(requests, seed, naps)
         self.log.enabled = False
-        return results, self.side.uses, list(self.log.moments), self.log.cost.seconds - before
+        seconds = self.log.cost.seconds - before
+        return results, self.side.uses, self.side.traffic, list(self.log.moments), seconds
 
     def invalidate(self) -> None:
         self.side.invalidate()

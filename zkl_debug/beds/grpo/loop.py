@@ -76,12 +76,12 @@ class GrpoLoop:
             self.prepare()
         self.on_ready(self, batch)
         results = self.generate(batch)
-        uses = tuple(self.layout.side.uses)
+        uses, traffic = tuple(self.layout.side.uses), self.layout.side.traffic
         scored = self.score(results)
         version = self.version
         loss, norm = self.update(results, scored, batch)
         seconds = time.perf_counter() - started
-        record = make_record(self.options, batch, version, results, scored, uses, loss, norm, seconds)
+        record = make_record(self.options, batch, version, results, scored, uses, loss, norm, seconds, traffic)
         self.records.append(record)
         return record
 

@@ -25,6 +25,7 @@ class GrpoOptions:
         stack, switches: the batch-invariant stack, whole and one by one.
         fault: id of a loop fault, or None.
         groups, group_size: prompts a step, and rollouts of each.
+        prompt_tokens: tokens of the shortest prompt; the longest has five more.
         layers, hidden: size of the model.
         experts: 0 for a dense model; otherwise experts of layer 1, top-2.
         hybrid: layer 0 is a Mamba layer, layer 1 attention (two layers, fp32, no experts, no prefix caching).
@@ -64,6 +65,7 @@ class GrpoOptions:
     fault: str | None = None
     groups: int = 16
     group_size: int = 2
+    prompt_tokens: int = 12
     layers: int = 2
     hidden: int = 64
     experts: int = 0
@@ -100,7 +102,7 @@ class GrpoOptions:
         ):
             if value not in allowed:
                 raise UsageError(f"{name} {value!r}", f"one of {', '.join(allowed)}")
-        for name in ("steps", "groups", "group_size", "layers", "micro_batch"):
+        for name in ("steps", "groups", "group_size", "prompt_tokens", "layers", "micro_batch"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} {getattr(self, name)}", "1 or more")
         if self.hybrid and self.dtype != "fp32":

@@ -18,7 +18,7 @@ from zkl_debug.logprobs.table import LogprobTable, make_table
 
 if TYPE_CHECKING:
     from zkl_debug.engines.megatron.generation import GenResult
-    from zkl_debug.engines.megatron.rollout import BlockUse
+    from zkl_debug.engines.megatron.rollout import BlockUse, Traffic
 
 F32 = NDArray[np.float32]
 
@@ -68,6 +68,7 @@ class StepRecord:
         metrics: NeMo-RL's metrics over the generated tokens.
         loss, grad_norm: of the update.
         seconds: wall time.
+        traffic: what the engine steps of its generation were made of.
     """
 
     step: int
@@ -78,6 +79,7 @@ class StepRecord:
     loss: float
     grad_norm: float
     seconds: float
+    traffic: Traffic
 
     @property
     def diverged(self) -> tuple[int, ...]:
@@ -122,11 +124,12 @@ def make_record(
     loss: float,
     grad_norm: float,
     seconds: float,
+    traffic: Traffic,
 ) -> StepRecord:
     """The record of a step."""
     del options
     sequences = sequences_of(results, scored, uses)
-    return StepRecord(batch.step, version, batch, sequences, metrics_of(sequences), loss, grad_norm, seconds)
+    return StepRecord(batch.step, version, batch, sequences, metrics_of(sequences), loss, grad_norm, seconds, traffic)
 
 
 def table_of(records: Sequence[StepRecord], mask_prompts: bool = True) -> LogprobTable:

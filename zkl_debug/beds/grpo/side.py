@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from zkl_debug.capture.events import EventLog
     from zkl_debug.engines.megatron.generation import GenResult, Request
-    from zkl_debug.engines.megatron.rollout import BlockUse, RolloutGenerator
+    from zkl_debug.engines.megatron.rollout import BlockUse, RolloutGenerator, Traffic
 
 
 class Restorable(Protocol):
@@ -37,6 +37,10 @@ class EngineSide(Protocol):
     @property
     def uses(self) -> Sequence[BlockUse]:
         """KV blocks every request of the last generation was given."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the engine steps of the last generation were made of."""
 
     @property
     def parameters(self) -> int:
@@ -90,6 +94,11 @@ class LocalSide:
     def uses(self) -> Sequence[BlockUse]:
         """See :class:`EngineSide`."""
         return tuple(self.generator.uses)
+
+    @property
+    def traffic(self) -> Traffic:
+        """See :class:`EngineSide`."""
+        return self.generator.traffic
 
     @property
     def parameters(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,23 @@ class BlockUse:
         return self.blocks[self.first : self.first + self.cached]
 
 
+@dataclass
+class Traffic:
+    """What the steps of one generation were made of.
+
+    Attributes:
+        steps: (prefill requests, decode requests, tokens, tokens after padding) of every engine step.
+        naps: times the engine slept with requests in flight.
+        arrivals: requests submitted while others were decoding.
+        graphs: steps that ran a captured CUDA graph.
+    """
+
+    steps: list[tuple[int, int, int, int]] = field(default_factory=list)
+    naps: int = 0
+    arrivals: int = 0
+    graphs: int = 0
+
+
 class RolloutGenerator(DynamicGenerator):
     """The dynamic engine as a loop uses it.
 
@@ -58,6 +75,7 @@ class RolloutGenerator(DynamicGenerator):
         super().__init__(model, config)
         self.prompt_log_probs = prompt_log_probs
         self.uses: list[BlockUse] = []
+        self.traffic = Traffic()
         self.naps: tuple[int, ...] = ()
         self.on_nap: Callable[[], None] = lambda: None
         self.context.add_request = self._noted
@@ -68,7 +86,7 @@ class RolloutGenerator(DynamicGenerator):
 
     def generate(self, requests: Sequence[Request]) -> list[GenResult]:
         """Run all requests to their end; ``cached`` of a result counts tokens served by the prefix cache."""
-        self.uses = []
+        self.uses, self.traffic = [], Traffic()
         finished: dict[int, Any] = {}
         waiting = deque(sorted(requests, key=lambda r: r.arrive))
         with quiet():
@@ -85,17 +103,20 @@ class RolloutGenerator(DynamicGenerator):
         step = 0
         while waiting or self.engine.has_unfinished_requests():
             if step and step in self.naps and self.engine.has_unfinished_requests():
+                self.traffic.naps += 1
                 self.engine.suspend()
                 self.on_nap()
                 self.engine.resume()
             idle = not self.engine.has_unfinished_requests()
             while waiting and (waiting[0].arrive <= step or idle):
+                self.traffic.arrivals += not idle and step > 0
                 self._submit(waiting.popleft())
                 idle = False
             self._note_growth()
             for record in self.engine.step_modern()["finished_request_records"]:
                 request = record.merge()
                 finished[request.request_id] = request
+            self._count_step()
             step += 1
             self.steps += 1
 
@@ -111,6 +132,13 @@ class RolloutGenerator(DynamicGenerator):
             termination_id=-1,
         )
         self.engine.add_request(request.sample, list(request.prompt), sampling)
+
+    def _count_step(self) -> None:
+        """What the step that just ran was made of; mcore keeps its dimensions until the next one."""
+        real, padded = self.context.batch_dimensions, self.context.padded_batch_dimensions
+        counts = (real.prefill_req_count, real.decode_req_count, real.token_count, padded.token_count)
+        self.traffic.steps.append(counts)
+        self.traffic.graphs += bool(self.context.using_cuda_graph_this_step())
 
     def _note_growth(self) -> None:
         """Blocks that requests in flight were given since they were last looked at."""
