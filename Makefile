@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 12), (3, 13)) else f"python {v[0]}.{v[1]} found, 3.12 or 3.13 needed (megatron-core has no wheel for others); run: make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,notebooks]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,notebooks,hf]'
 	touch $(STAMP)
 
 clean:

@@ -18,12 +18,14 @@ ALLOWED: dict[str, set[str]] = {
     "schema": {"errors"},
     "bits": {"errors", "schema"},
     "digest": {"errors", "schema", "bits"},
-    "digest_torch": {"errors", "schema", "bits", "digest"},
-    "digest_triton": {"errors", "schema", "bits", "digest", "digest_torch"},
+    "digest_int8": {"errors", "schema", "bits", "digest"},
+    "digest_torch": {"errors", "schema", "bits", "digest", "digest_int8"},
+    "digest_triton": {"errors", "schema", "bits", "digest", "digest_int8", "digest_torch"},
     "store": {"errors", "schema", "bits", "digest"},
     "diff": {"errors", "schema", "bits", "digest", "store"},
     "viz": {"errors", "schema", "bits", "digest", "store", "diff"},
-    "capture": {"errors", "schema", "bits", "digest", "digest_torch", "digest_triton", "store"},
+    "attach": {"errors", "schema", "bits", "digest", "store", "capture"},
+    "capture": {"errors", "schema", "bits", "digest", "digest_int8", "digest_torch", "digest_triton", "store"},
 }
 #: Parts that may not import these packages at all, not even inside a function.
 FORBIDDEN: dict[str, set[str]] = {

@@ -26,7 +26,10 @@ from zkl_debug.schema import Json, SiteKind
 from zkl_debug.store.writer import CaptureWriter
 
 #: packages whose models have an adapter, and the module that holds it
-ADAPTERS = {"megatron": "zkl_debug.engines.megatron.adapter"}
+ADAPTERS = {
+    "megatron": "zkl_debug.engines.megatron.adapter",
+    "transformers": "zkl_debug.engines.hf.adapter",
+}
 
 
 class Adapter(Protocol):
@@ -151,6 +154,9 @@ class Capture:
             return
         try:
             self.session.close()
+            finish = getattr(self.adapter, "finish", None)
+            if finish is not None:
+                finish(self)
             extra = {**self.session.summary(), **self._manifest, "left_patched": list(self.taps.left_in_place)}
             if error is not None:
                 extra["ended_by"] = type(error).__name__
@@ -199,6 +205,10 @@ class Capture:
     def add_manifest(self, key: str, value: Json) -> None:
         """Add a fact to the manifest, e.g. ``self_repeat``."""
         self._manifest[key] = value
+
+    def keep(self, handle: Any) -> None:
+        """Remove this hook with the capture."""
+        self._root.append(handle)
 
     # ---- model hooks ----------------------------------------------------------------------------------------------
     def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002

@@ -32,6 +32,7 @@ class ModuleRule:
         semantic: operator class of the module.
         flatten: store rows as one dimension.
         inputs: record input ports (off where one side passes its input in a holder that hooks must not open).
+        outputs: record only the first so many tensors of the output; 0 for all.
         expert_rows: the tensors are ordered by the expert permutation: ``all`` or ``one`` expert's.
     """
 
@@ -42,6 +43,7 @@ class ModuleRule:
     flatten: bool = False
     expert_rows: str = ""
     inputs: bool = True
+    outputs: int = 0
 
 
 class ModuleHooks:
@@ -109,6 +111,8 @@ class ModuleHooks:
                 return
             with session.guarded(f"{path}:out"):
                 for index, tensor in enumerate(_tensors(output)):
+                    if rule is not None and rule.outputs and index >= rule.outputs:
+                        break
                     self._record(f"{path}:out" if index == 0 else f"{path}:out.{index}", tensor, rule)
 
         return hook

@@ -61,8 +61,10 @@ def resolve(tensor: torch.Tensor, frame: FrameRows, layout: str = "") -> RowView
         return _view(tensor.reshape(s * b, *shape[2:]), frame, shape[2:], batch_first=True)
     if seq_first or (batch_first and b == 1):
         return _view(tensor.reshape(s * b, *shape[2:]), frame, shape[2:])
+    if layout == "bs" and b > 1 and shape[:2] == (b, 1) and len(frame.last) == b:
+        return RowView(tensor.reshape(b, *shape[2:]), None, frame.last.astype(np.uint32), tuple(shape[2:]))
     if shape[0] == s * b:
-        return _view(tensor, frame, shape[1:])
+        return _view(tensor, frame, shape[1:], batch_first=layout == "bs")
     body = tensor
     if len(shape) > 2 and shape[0] == 1:
         body = tensor.squeeze(0)

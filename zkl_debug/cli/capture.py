@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
+from zkl_debug.attach.settings import Settings
 from zkl_debug.cli.bedopts import bed_options, make_options
+from zkl_debug.cli.capture_program import run_program
 from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout
 from zkl_debug.errors import ExitCode, UsageError
 
@@ -29,8 +31,8 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
 
 
 @click.command("capture")
-@click.option("--bed", required=True, help="Workload to run (see `zkl-debug beds`).")
-@click.option("--side", type=click.Choice(list(_SIDES)), default="both", show_default=True)
+@click.option("--bed", default=None, help="Workload to run (see `zkl-debug beds`).")
+@click.option("--side", default="both", show_default=True, help="train, gen or both; any label for a program.")
 @bed_options
 @click.option("--level", type=click.Choice(["digest", "payload"]), default="digest", show_default=True)
 @click.option("--sites", multiple=True, metavar="GLOB", help="Record only these sites; repeatable.")
@@ -38,10 +40,13 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
 @click.option("--budget", type=SIZE, default=None, help="Cap on payload bytes a side, e.g. 4GiB.")
 @click.option("--strict", is_flag=True, help="Stop when the probe fails instead of going on without it.")
 @click.option("--no-certify", is_flag=True, help="Skip the plain runs A0 and A1 that prove the probe changed nothing.")
+@click.option("--steps", type=click.IntRange(0), default=0, help="Of a program: stop after so many optimizer steps.")
+@click.option("--model", default="", metavar="MODULE:CLASS", help="Of a program: a model class it builds itself.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to create; gets train/ and gen/.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[-- PROGRAM ARGS...]")
 def command(
-    bed: str,
+    bed: str | None,
     side: str,
     level: str,
     sites: tuple[str, ...],
@@ -49,11 +54,35 @@ def command(
     budget: int | None,
     strict: bool,
     no_certify: bool,
+    steps: int,
+    model: str,
     out: Path,
     as_json: bool,
+    program: tuple[str, ...],
     **values: Any,
 ) -> int:
-    """Run a bed and capture its sides into DIR/train and DIR/gen."""
+    """Run a bed and capture its sides into DIR/train and DIR/gen; or run a program and capture its models into DIR.
+
+    \b
+    zkl-debug capture --bed tiny-gpt --stack off --out captures/off
+    zkl-debug capture --side train --out captures/train -- python score.py
+    zkl-debug capture --side gen --out captures/gen -- torchrun --nproc-per-node 2 generate.py
+    zkl-debug diff captures/train captures/gen
+
+    A program needs no change: models of megatron-core and transformers are found when they first run, in every process
+    it starts. Its streams and its exit status stay its own.
+    """
+    if program:
+        if bed is not None:
+            raise UsageError("both --bed and a program", "one of them")
+        settings = Settings(
+            str(out), side, level, sites, parse_layers(layers), budget, steps, model=model, strict=strict
+        )
+        return run_program(program, settings)
+    if bed is None:
+        raise UsageError("neither --bed nor a program after --", "one of them", "zkl-debug capture --help")
+    if side not in _SIDES:
+        raise UsageError(f"--side {side}", f"one of {', '.join(_SIDES)} for a bed")
     from zkl_debug.beds.record import RecordOptions, record_bed
 
     options = make_options(bed, values, _SIDES[side])

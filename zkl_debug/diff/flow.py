@@ -49,10 +49,14 @@ class Flow:
 
 
 # Modules that mix rows though they are not an attention themselves.
-_MIXES_ROWS = re.compile(r"(?:^|\.)(?:layers\.\d+|\w*attention|mixer|decoder|encoder|backbone|block|model)(?:#\d+)?$")
+_MIXES_ROWS = re.compile(
+    r"(?:^|\.)(?:layers\.\d+|h\.\d+|\w*attention|\w*attn|mixer|decoder|encoder|backbone|block|model)(?:#\d+)?$"
+)
 _RECURRENT = frozenset({"ssm", "scan", "conv"})
 # Modules whose only input is token and position ids, which the row key holds.
-_FROM_TOKENS = re.compile(r"(?:^|\.)(?:embedding|word_embeddings|position_embeddings|tokentype_embeddings)(?:\.|$)")
+_FROM_TOKENS = re.compile(
+    r"(?:^|\.)(?:embedding|word_embeddings|embed_tokens|wte|wpe|position_embeddings|tokentype_embeddings)(?:\.|$)"
+)
 _ROUTED = re.compile(r"(?P<mlp>.*\.mlp)(?:/(?:permute|unpermute)|\.experts(?:\..*)?)$")
 
 

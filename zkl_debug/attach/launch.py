@@ -1,0 +1,66 @@
+"""Run a program with the start-up hook in its environment, and say what was captured."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from zkl_debug.attach.settings import Settings
+from zkl_debug.errors import CaptureInvalid, UsageError
+from zkl_debug.store.layout import MANIFEST, part_path
+from zkl_debug.store.manifest import finalize_manifest, read_json
+
+_RANKS = 4096  # looked at for the part of a rank
+
+
+def run_attached(command: Sequence[str], settings: Settings) -> tuple[int, list[Path]]:
+    """Run ``command`` to its end.
+
+    Standard streams are the program's own. Interrupts go to it as they would without the command: this process waits.
+
+    Returns:
+        Its exit status as a shell gives it (128 + signal), and the capture folders it left.
+
+    Raises:
+        UsageError: when the folder is in use or the program cannot be started.
+    """
+    out = Path(settings.out)
+    if out.exists():
+        raise UsageError(f"{out} exists", "a new folder", f"rm -r {out}, or another --out")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the program as well
+    try:
+        with subprocess.Popen(
+            list(command), env=os.environ | settings.environment(), preexec_fn=_default_interrupt
+        ) as process:
+            status = process.wait()
+    except OSError as error:
+        raise UsageError(
+            f"cannot start {command[0]}: {error.strerror or error}", "a program and its arguments after --"
+        ) from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return (128 - status if status < 0 else status), collect(out)
+
+
+def _default_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # else it would inherit that this process ignores it
+
+
+def collect(out: Path) -> list[Path]:
+    """Capture folders a program left under this name; the ranks of a world are joined into one."""
+    folders = sorted(path for path in out.parent.glob(f"{out.name}*") if _of(path, out) and any(path.iterdir()))
+    for folder in folders:
+        part = next((part_path(folder, rank) for rank in range(_RANKS) if part_path(folder, rank).exists()), None)
+        if part is not None and not (folder / MANIFEST).exists():
+            with contextlib.suppress(CaptureInvalid):  # a rank is missing: what is there is for `repair`
+                finalize_manifest(folder, int(read_json(part)["world"]))
+    return folders
+
+
+def _of(path: Path, out: Path) -> bool:
+    tail = path.name[len(out.name) :]
+    return path.is_dir() and (not tail or tail.startswith((".model", ".process")))

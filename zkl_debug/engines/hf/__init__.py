@@ -1,0 +1,1 @@
+"""Hugging Face transformers: scoring forwards and ``generate`` with its key-value cache."""
