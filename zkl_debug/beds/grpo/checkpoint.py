@@ -8,6 +8,7 @@ the engine's state is to blame.
 from __future__ import annotations
 
 import json
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
     try:
         arrays = np.load(path, allow_pickle=False)
         meta = json.loads(bytes(arrays[_META]))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise CaptureInvalid(f"{path} cannot be read: {error}", f"a file with format {FORMAT}") from error
     if not isinstance(meta, dict) or meta.get("format") != FORMAT or meta.get("version") != 1:
         raise CaptureInvalid(f"{path} has another format", f"{FORMAT}, version 1")

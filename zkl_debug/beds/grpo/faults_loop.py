@@ -147,8 +147,8 @@ register(
         "KV blocks are freed at sleep while a request in flight still points to them",
         "issue 5 (c)",
         breaks.blocks_freed_at_sleep,
-        LoopAnswer("state", 4, "sleep", "two owners", ("kv/block.*",)),
-        {"nap": 4, "late": 4},
+        LoopAnswer("state", 4, "sleep", "freed while in use", ("kv/block.*",)),
+        {"nap": 4, "late": 4, "prefix_caching": True},
     ),
     LoopFault(
         "S13",
@@ -164,7 +164,7 @@ register(
         "a float32 copy of the output layer's weight is not refreshed",
         "prime-rl#2438",
         breaks.float_head,
-        LoopAnswer("state", 2, "refit", "cast (version v-1)", ("output_layer.weight_fp32",)),
+        LoopAnswer("state", 2, "refit", "cast (version v-1", ("output_layer.weight_fp32",)),
         second_model=True,
     ),
     LoopFault(
