@@ -23,12 +23,17 @@ _WRONG_LINES = 20
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "both"]), default="both", show_default=True)
 @click.option("--fault", "faults", multiple=True, metavar="ID", help="Only this fault; repeatable.")
 @click.option("--clean", type=click.IntRange(0), default=0, show_default=True, help="Runs with nothing broken.")
+@click.option("--loop", "of_loop", is_flag=True, help="The faults of the GRPO loop instead, with step and event.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(seeds: int, dtype: str, faults: tuple[str, ...], clean: int, as_json: bool) -> int:
+def command(seeds: int, dtype: str, faults: tuple[str, ...], clean: int, of_loop: bool, as_json: bool) -> int:
     """Put every known fault in, diagnose it, and compare with its known answer.
 
     Exit code 0 when all goals are met, else 1.
     """
+    if of_loop:
+        from zkl_debug.cli import bench_loop
+
+        return bench_loop.run(seeds, faults, as_json)
     from zkl_debug.bench import faults_bench, scoreboard
 
     started = time.monotonic()
