@@ -1,0 +1,135 @@
+"""The operator trace: rows found in any layout, the row's operators only, source lines, views left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from zkl_debug.capture.rows import padded_rows
+from zkl_debug.capture.source import relative
+from zkl_debug.capture.trace import OpTrace, Place, TracedOp, place_of, value_digest
+
+GRID = Place(s=6, b=2, at=3, sequence=1, queries=6, query=3, position=3, start=0)
+ENGINE = Place(s=8, b=1, at=5, sequence=0, queries=4, query=2, position=2, start=3)
+
+
+def digest(values: torch.Tensor) -> str:
+    told = value_digest(values)
+    assert told is not None
+    return told[0]
+
+
+def traced(place: Place, run: Callable[[], object]) -> list[TracedOp]:
+    with OpTrace() as trace:
+        trace.open([place])
+        run()
+        ops = trace.close()
+    assert not trace.errors
+    return ops
+
+
+def test_rows_of_a_batch_in_every_layout() -> None:
+    x = torch.randn(6, 2, 16)
+    row = digest(x[3, 1] * 2)
+    for shaped in (x, x.transpose(0, 1).contiguous(), x.reshape(12, 16)):
+        (op,) = traced(GRID, lambda shaped=shaped: shaped * 2)
+        assert row in op.slices[0], tuple(shaped.shape)
+
+
+def test_rows_of_scores_are_cut_to_the_keys_a_row_reads() -> None:
+    scores = torch.randn(2, 4, 6, 6)  # batch, heads, query, key
+    (op,) = traced(GRID, lambda: scores + 1)
+    assert not op.slices  # nothing says yet that they belong to the row
+    queries = torch.randn(6, 2, 4, 16)
+
+    def attend() -> torch.Tensor:
+        q = queries.permute(1, 2, 0, 3)
+        return q @ q.transpose(2, 3)
+
+    ops = traced(GRID, attend)
+    product = attend()[1, :, 3, :4]
+    assert digest(product) in ops[-1].slices[0]
+
+
+def test_only_the_sequence_of_the_row_is_related() -> None:
+    x = torch.randn(8, 16)
+
+    def run() -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for start, stop in ((0, 3), (3, 7)):
+            out[start:stop] = x[start:stop].exp()
+        return out.sum(-1)
+
+    ops = traced(ENGINE, run)
+    related = [(op.name, op.shape) for op in ops if op.related]
+    assert ("aten.exp", (4, 16)) in related
+    assert ("aten.exp", (3, 16)) not in related
+    assert related[-1][0] == "aten.sum"
+    exp = next(op for op in ops if op.name == "aten.exp" and op.related)
+    assert digest(x[5].exp()) in exp.slices[0]
+
+
+def test_views_are_left_out_and_sources_are_told() -> None:
+    x = torch.randn(12, 16)
+    (op,) = traced(GRID, lambda: x.view(6, 2, 16).transpose(0, 1).neg())
+    assert op.name == "aten.neg"
+    assert op.where.file == "tests/test_trace.py"
+    assert "lambda" in op.where.function
+
+
+def test_inputs_are_the_operators_read() -> None:
+    x = torch.randn(12, 16)
+    ops = traced(GRID, lambda: (x * 2).add_(1).exp())
+    assert [op.name for op in ops] == ["aten.mul", "aten.add_", "aten.exp"]
+    assert ops[2].inputs == (0, 1)
+
+
+def test_composite_operators_are_taken_apart_in_inference_mode() -> None:
+    x, w = torch.randn(12, 16), torch.randn(8, 16)
+    with torch.inference_mode():
+        plain = torch.nn.functional.linear(x, w)
+        with OpTrace() as trace:
+            trace.open([GRID])
+            out = torch.nn.functional.linear(x, w)
+            ops = trace.close()
+    assert torch.equal(out, plain)
+    assert [op.name for op in ops] == ["aten.mm"]
+
+
+def test_silent_while_closed() -> None:
+    with OpTrace() as trace:
+        torch.ones(3) + 1
+    assert not trace.ops
+
+
+def test_values_do_not_depend_on_dtype_layout_or_repetition() -> None:
+    x = torch.randn(4, 8).bfloat16()
+    assert digest(x) == digest(x.float().t()) == digest(x.repeat_interleave(2, 0))
+    assert digest(x) != digest(x.float() * (1 + 2**-20))
+    assert value_digest(torch.zeros(5)) is None
+    assert value_digest(torch.ones(8)) is None
+    masked = torch.cat([x.float(), torch.full((1, 8), float("-inf"))])
+    assert digest(masked) == digest(x)
+
+
+def test_place_of_a_row() -> None:
+    tokens = np.arange(10).reshape(2, 5)
+    frame = padded_rows(tokens, samples=[7, 9], lengths=[5, 3], offsets=[0, 2])
+    place = place_of(frame, 9, 1)
+    assert place is not None
+    assert (place.at, place.sequence, place.slot, place.queries, place.query, place.start) == (3, 1, 7, 3, 1, 2)
+    assert place_of(frame, 9, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("/x/lib/python3.12/site-packages/megatron/core/a.py", "megatron/core/a.py"),
+        ("/some/where/else/deep/b.py", "else/deep/b.py"),
+    ],
+)
+def test_no_machine_paths(file: str, told: str) -> None:
+    assert relative(file) == told
