@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,9 @@ from zkl_debug.diff.comparison import Progress
 from zkl_debug.diff.report import print_report
 from zkl_debug.diff.run import diff_captures
 from zkl_debug.diff.verdict import Verdict
+
+if TYPE_CHECKING:
+    from zkl_debug.beds.drill import Drill
 
 
 @click.command("diff")
@@ -32,7 +35,12 @@ from zkl_debug.diff.verdict import Verdict
 @click.option(
     "--replay", is_flag=True, help="Call the first operator again on captured inputs (bed captures, payload level)."
 )
-def command(a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool, html: Path | None, replay: bool) -> int:
+@click.option(
+    "--drill", is_flag=True, help="Run the bed again: raw bits round the first site, then every operator inside it."
+)
+def command(
+    a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool, html: Path | None, replay: bool, drill: bool
+) -> int:
     """Compare captures A and B and name the first operator that is not bitwise equal.
 
     A is usually the training side. Rows are joined by token prefix, so batches, request order and padding do not
@@ -40,6 +48,9 @@ def command(a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool, 
     """
     with _progress() as bar:
         verdict = diff_captures(a, b, partial=partial, verify_bytes=verify_bytes, progress=bar)
+    drilled = _drilled(verdict, a, b) if drill and verdict.first is not None else None
+    if drilled is not None:
+        verdict = drilled.verdict
     if replay:
         verdict = _replayed(verdict, a, b)
     if html is not None:
@@ -48,10 +59,28 @@ def command(a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool, 
         write_html(verdict, html, f"{_label(a)} against {_label(b)}")
         stderr().print(f"wrote {html}")
     if as_json:
-        emit_json(verdict.to_json())
+        emit_json(verdict.to_json() | ({} if drilled is None else {"drill": drilled.to_json()}))
     else:
         print_report(verdict, stdout())
+        if drilled is not None:
+            _print_drill(drilled)
     return int(verdict.exit_code)
+
+
+def _drilled(verdict: Verdict, a: Path, b: Path) -> Drill:
+    from zkl_debug.beds.drill import drill
+
+    with stderr().status("pass 2") as status:
+        return drill(a, b, verdict, lambda text: status.update(text))
+
+
+def _print_drill(drilled: Drill) -> None:
+    from zkl_debug.cli.zoom import report
+
+    if drilled.note:
+        stdout().print(f"drill     {drilled.note}")
+    for part in report(drilled.zoom) if drilled.zoom is not None else ():
+        stdout().print(part, overflow="fold")
 
 
 def _replayed(verdict: Verdict, a: Path, b: Path) -> Verdict:
