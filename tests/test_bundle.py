@@ -1,0 +1,180 @@
+"""A bundle replays a mismatch with torch alone, shows the same elements, and tells nothing of the machine."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from zkl_debug.beds import BedOptions
+from zkl_debug.beds.bundle import Stored, safetensors, write_bundle
+from zkl_debug.beds.bundle_script import load
+from zkl_debug.beds.record import RecordOptions, record_bed
+from zkl_debug.beds.replay import replay_first
+from zkl_debug.cli.main import main
+from zkl_debug.diff import diff_captures
+from zkl_debug.errors import Refused, UsageError
+from zkl_debug.store.reader import Capture, open_capture
+
+PAYLOAD = RecordOptions(level="payload", certify=False, strict=True)
+COMBINE = "decoder.layers.1.mlp/unpermute:out.0"
+_LINE = re.compile(r"  row (\d+) \(sample (\d+) position (\d+)\) element (\d+): a \S+ 0x(\w+)  b \S+ 0x(\w+)")
+
+
+@pytest.fixture(scope="module")
+def combine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny-moe bf16 with the combine in another order on the generation side, payload level."""
+    out = tmp_path_factory.mktemp("combine") / "run"
+    record_bed(BedOptions(bed="tiny-moe", fault="K7", reprefill=False), out, PAYLOAD)
+    return out
+
+
+def run_alone(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """The script in an interpreter of its own: isolated, without an environment, elsewhere."""
+    return subprocess.run(
+        [sys.executable, "-I", str(folder / "replay.py"), *args],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ""},
+        cwd="/",
+        timeout=120,
+        check=False,
+    )
+
+
+def captured_rows(capture: Capture, site: str) -> dict[bytes, NDArray[np.uint16]]:
+    """Raw bits by prefix digest: rows of equal tokens so far are equal on one side, whatever the sample."""
+    entry = capture.sites[site]
+    bits = entry.payload(slice(None))
+    return {row["prefix"].tobytes(): bits[i] for i, row in enumerate(capture.rows[entry.rows])}
+
+
+def test_bundle_shows_the_captured_mismatch_in_a_bare_interpreter(
+    combine: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "bundle"
+    with pytest.raises(SystemExit) as stop:
+        main(["bundle", str(combine / "train"), str(combine / "gen"), "--site", COMBINE, "--out", str(out), "--json"])
+    document = json.loads(capfd.readouterr().out)
+    assert stop.value.code == 0
+    assert (document["site"], document["formula"]) == (COMBINE, "combine")
+    assert document["bytes"] == sum(f.stat().st_size for f in out.iterdir()) < 4 << 20
+    assert sorted(f.name for f in out.iterdir()) == ["metadata.json", "replay.py", "tensors.safetensors"]
+
+    done = run_alone(out, "--elements", "1000000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a: bit for bit as recorded with: ascending expert order, added in bfloat16" in done.stdout
+    assert "b: bit for bit as recorded with: descending expert order, added in bfloat16" in done.stdout
+    assert "the same elements as recorded" in done.stdout
+    assert "not the same elements" not in done.stdout
+    printed = {
+        tuple(map(int, m.groups()[1:4])): m.groups()[4:] for m in map(_LINE.match, done.stdout.splitlines()) if m
+    }
+    rows = json.loads((out / "metadata.json").read_text())["rows"]
+    expected = {}
+    with open_capture(combine / "train") as a, open_capture(combine / "gen") as b:
+        left, right = captured_rows(a, COMBINE), captured_rows(b, COMBINE)
+        prefix = {(int(r["sample"]), int(r["position"])): r["prefix"].tobytes() for r in a.rows}
+        for row in rows:
+            at = row["sample"], row["position"]
+            x, y = left[prefix[at]], right[prefix[at]]
+            for element in np.flatnonzero(x != y).tolist():
+                expected[(*at, element)] = (f"{x[element]:04x}", f"{y[element]:04x}")
+    assert len(expected) > 100
+    assert printed == expected
+
+
+def test_bundle_tells_nothing_of_the_machine(combine: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    write_bundle(combine / "train", combine / "gen", out, COMBINE)
+    everything = b"\n".join(f.name.encode() + f.read_bytes() for f in out.iterdir()).lower()
+    secrets = {str(Path.home()), socket.gethostname(), str(combine), str(tmp_path), str(Path.cwd()), sys.prefix}
+    for secret in {*secrets, "/tmp/", "/home/", "site-packages"}:
+        assert secret.lower().encode() not in everything, secret
+    user = getpass.getuser()
+    assert len(user) < 5 or user.lower().encode() not in everything
+    script = (out / "replay.py").read_text()
+    assert "zkl_debug" not in script
+    assert set(re.findall(r"^(?:import|from) (\w+)", script, re.MULTILINE)) <= {*sys.stdlib_module_names, "torch"}
+    meta = json.loads((out / "metadata.json").read_text())
+    assert set(meta["versions"]) <= {"torch", "megatron-core"}
+    names = set(load(out / "tensors.safetensors"))
+    assert names == {"in", "out/a", "out/b", "positions"}  # no token ids beside those of the rows
+    assert len(meta["rows"]) == 32
+
+
+def test_site_that_inherits_has_both_inputs(combine: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    done = write_bundle(combine / "train", combine / "gen", out, "decoder.layers.3.mlp/unpermute", rows=4)
+    assert (done.site, done.rows) == ("decoder.layers.3.mlp/unpermute:out.0", 4)
+    assert {"in/a", "in/b"} <= set(load(out / "tensors.safetensors"))
+    assert run_alone(out).returncode == 0
+
+
+def test_combine_called_again_stays_own(combine: Path) -> None:
+    verdict = diff_captures(combine / "train", combine / "gen")
+    answer = replay_first(verdict, combine / "train", combine / "gen")
+    assert (answer.site, answer.status, answer.kind) == (COMBINE, "reproduces", "own")
+
+
+def test_what_cannot_be_bundled_is_refused(combine: Path, tmp_path: Path) -> None:
+    a, b = combine / "train", combine / "gen"
+    with pytest.raises(UsageError, match=r"unpermute:out\.0"):
+        write_bundle(a, b, tmp_path / "x", "decoder.layers.1.mlp/unpermut:out.0")
+    with pytest.raises(Refused, match="does not differ"):
+        write_bundle(a, b, tmp_path / "x", "decoder.layers.0.mlp.linear_fc1:out")
+    with pytest.raises(Refused, match="nothing to bundle"):
+        write_bundle(a, a, tmp_path / "x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    with pytest.raises(UsageError, match="not empty"):
+        write_bundle(a, b, tmp_path / "full")
+    assert not (tmp_path / "x").exists()
+
+
+def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
+    bits = np.array([[0x7FC1, 0x8000], [0x3F80, 0x0001]], np.uint16)
+    scalar = np.array([1.5]).view(np.uint64)
+    stored = {"x": Stored(bits, "bfloat16", (2, 2)), "none": Stored(bits[:0], "bfloat16", (0, 2))}
+    (tmp_path / "t").write_bytes(safetensors({**stored, "s": Stored(scalar, "float64", ())}))
+    found = load(tmp_path / "t")
+    assert np.array_equal(found["x"].view(torch.int16).numpy().view(np.uint16), bits)
+    assert found["none"].shape == (0, 2)
+    assert float(found["s"]) == 1.5
+    with pytest.raises(UsageError, match="complex64"):
+        safetensors({"x": Stored(bits, "complex64", (1,))})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "bed", "dtype", "right"),
+    [
+        ("K1", "tiny-gpt", "fp32", "8 partial sums, rounded once after gamma"),
+        ("K2", "tiny-gpt", "bf16", "inner axis in 2 chunks"),
+        ("K4", "tiny-gpt", "bf16", "two halves of the keys merged by log-sum-exp"),
+        ("K12", "tiny-gpt", "fp32", "shift, exp, sum by halves, log"),
+        ("P1", "tiny-gpt", "fp32", "one product, rounded to bfloat16"),
+        ("P4", "tiny-gpt", "bf16", "rounded before gamma"),
+        ("P7", "tiny-gpt", "bf16", "frequencies rounded to bfloat16"),
+        ("X2", "tiny-gpt", "bf16", "pairs are neighbours"),
+    ],
+)
+def test_known_arithmetic_is_named_for_both_sides(fault: str, bed: str, dtype: str, right: str, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "bundle"
+    record_bed(BedOptions(bed=bed, dtype=dtype, fault=fault, reprefill=False), run, PAYLOAD)
+    write_bundle(run / "train", run / "gen", out)
+    done = run_alone(out)
+    assert done.returncode == 0, done.stdout
+    assert "the same elements as recorded" in done.stdout
+    line = next(text for text in done.stdout.splitlines() if text.startswith("b: "))
+    assert line.startswith("b: bit for bit")
+    assert right in line

@@ -1,0 +1,299 @@
+"""A bundle: one operator of a mismatch with its inputs, outputs and weights, and a script that replays it alone.
+
+Nothing of the machine goes in: no paths, no environment, no token beyond those of the rows used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zkl_debug.beds.rebuild import recipe_of
+from zkl_debug.bits import round_to
+from zkl_debug.diff import diff_captures
+from zkl_debug.diff.edges import named_row
+from zkl_debug.diff.explain import gather_more
+from zkl_debug.diff.explain.gather import Chosen, choose, port
+from zkl_debug.diff.explain.model import Evidence, Keys, Port, Values
+from zkl_debug.diff.model import Ints
+from zkl_debug.diff.referee import formula_of
+from zkl_debug.errors import Refused, UsageError, ZklError
+from zkl_debug.schema import Json, Phase, SiteName
+
+if TYPE_CHECKING:
+    from zkl_debug.diff.comparison import Comparison
+
+_BYTES = 4 << 20
+_SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it goes into the file: raw bits with their torch dtype and shape."""
+
+    bits: NDArray[Any]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What was written.
+
+    Attributes:
+        folder: where.
+        site, formula: what; an empty formula when none is known.
+        rows: pairs of rows in it.
+        size: bytes of all files.
+        notes: what is missing, and why.
+    """
+
+    folder: Path
+    site: str
+    formula: str
+    rows: int
+    size: int
+    notes: tuple[str, ...] = ()
+
+
+def write_bundle(dir_a: Path, dir_b: Path, out: Path, site: str | None = None, rows: int = 32) -> Bundle:
+    """Compare two captures and bundle one operator.
+
+    Args:
+        dir_a, dir_b: captures with payload.
+        out: folder to create.
+        site: canonical name of an output, with or without its port; default: the first divergence.
+        rows: most pairs of rows; fewer where they are long (the tensors stay below about 4 MiB without weights).
+
+    Raises:
+        UsageError: the folder holds something, or there is no such site.
+        Refused: nothing can be compared or nothing differs there, or its raw bits were not captured.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out} is not empty", "a new folder", f"rm -r {out}, or another --out")
+    verdict = diff_captures(dir_a, dir_b)
+    comparison = verdict.comparison
+    if comparison is None or verdict.edge is None or verdict.first is None:
+        reason = verdict.refusal.text if verdict.refusal is not None else "no compared row differs"
+        raise Refused(f"nothing to bundle: {reason}", "two captures that diverge")
+    at = find_site(comparison, site or verdict.first.site)
+    chosen = _rows(comparison, verdict.edge, at, rows)
+    return _written(chosen, out, dir_a, dir_b)
+
+
+def find_site(comparison: Comparison, name: str) -> int:
+    """Place of an output by its name, with or without its port.
+
+    Raises:
+        UsageError: there is none.
+    """
+    names = {pair.name: i for i, pair in enumerate(comparison.sites) if not pair.parsed.is_input and not pair.is_input}
+    if name in names:
+        return names[name]
+    owned = [i for full, i in names.items() if full.rsplit(":", 1)[0] == name]
+    if owned:
+        return owned[0]
+    near = difflib.get_close_matches(name, list(names), n=1)
+    raise UsageError(f"no output named {name!r}", near[0] if near else "a site of both captures", "zkl-debug diff A B")
+
+
+def _rows(comparison: Comparison, edge: str, site: int, most: int) -> Chosen:
+    """The earliest differing pairs of the site on the edge, as many as fit."""
+    base = choose(comparison, edge)
+    assert base is not None
+    part, where, pair = comparison.pairs.slices[edge], comparison.where(site), comparison.sites[site]
+    differs = part.start + np.flatnonzero(comparison.done[site].differs[part])
+    if not len(differs):
+        raise Refused(f"{pair.name} does not differ in any row of {edge}", "a site that differs", "zkl-debug diff A B")
+    left, right = comparison.pairs.left[differs], comparison.pairs.right[differs]
+    have = differs[where.bits[left] & where.bits[right]]
+    if not len(have) or pair.differ:
+        raise Refused(
+            f"{pair.name}: {pair.differ or 'captured without its raw bits'}",
+            "an output with its payload on both sides, of one dtype and width",
+            "zkl-debug capture ... --level payload",
+        )
+    width = max(1, int(np.prod(pair.meta.row_shape, dtype=np.int64)))
+    fits = max(1, min(most, _BYTES // (width * 4 * 6)))
+    return replace(base, site=site, affected=differs, read=have[:fits])
+
+
+def _written(chosen: Chosen, out: Path, dir_a: Path, dir_b: Path) -> Bundle:
+    comparison, pair = chosen.comparison, chosen.comparison.sites[chosen.site]
+    formula = formula_of(Evidence(pair.parsed, pair.meta.semantic))
+    notes: list[str] = []
+    output = port(chosen, chosen.site, chosen.read)
+    assert output is not None
+    tensors: dict[str, Stored] = {}
+    if formula == "attention":
+        chosen, rows_of = _attention(chosen, tensors, notes)
+        output = Port(_some(output.left, rows_of), _some(output.right, rows_of))
+    else:
+        _inputs(chosen, tensors)
+    tensors["out/a"], tensors["out/b"] = _stored(output.left), _stored(output.right)
+    space = comparison.space
+    named = named_row(space, *chosen.rows(chosen.read))
+    positions = space.position[named]
+    tensors["positions"] = Stored(positions, "int64", positions.shape)
+    tensors |= _weights(pair.parsed, dir_a, dir_b, notes)
+    meta = _metadata(chosen, formula, named, notes)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "tensors.safetensors").write_bytes(safetensors(tensors))
+    (out / "metadata.json").write_text(json.dumps(meta, indent=2) + "\n")
+    (out / "replay.py").write_text(Path(__file__).with_name("bundle_script.py").read_text())
+    size = sum(file.stat().st_size for file in out.iterdir())
+    return Bundle(out, pair.name, formula, len(chosen.read), size, tuple(notes))
+
+
+def _metadata(chosen: Chosen, formula: str, named: Ints, notes: list[str]) -> dict[str, Json]:
+    comparison, space = chosen.comparison, chosen.comparison.space
+    pair = comparison.sites[chosen.site]
+    left, right = chosen.rows(chosen.read)
+    versions = [capture.manifest.get("versions") or capture.meta.get("versions") or {} for capture in _both(comparison)]
+    return {
+        "format": "zkl-bundle",
+        "version": 1,
+        "site": pair.name,
+        "operator": pair.parsed.operator,
+        "layer": pair.parsed.layer,
+        "formula": formula,
+        "edge": chosen.edge,
+        "sides": {"a": _side(comparison, left), "b": _side(comparison, right)},
+        "dtype": pair.meta.torch_dtype,
+        "row_shape": list(pair.meta.row_shape),
+        "differing_rows": len(chosen.affected),
+        "rows": [
+            {"sample": int(space.sample[r]), "position": int(space.position[r]), "token": int(space.token[r])}
+            for r in named
+        ],
+        "versions": {name: versions[0].get(name) for name in ("torch", "megatron-core") if name in versions[0]},
+        "notes": list(notes),
+    }
+
+
+def _both(comparison: Comparison) -> tuple[Any, Any]:
+    return comparison.a, comparison.b
+
+
+def _side(comparison: Comparison, rows: Ints) -> str:
+    """``train (score)``: the label of the side and the phase of its rows."""
+    space = comparison.space
+    sides = {str(_both(comparison)[int(s)].manifest.get("side", "ab"[int(s)])) for s in np.unique(space.side[rows])}
+    phases = {Phase(int(code)).name.lower() for code in np.unique(space.phase[rows])}
+    return f"{', '.join(sorted(sides))} ({', '.join(sorted(phases))})"
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+def _stored(values: Values) -> Stored:
+    return Stored(values.bits, values.dtype, (len(values.bits), *(values.shape or values.bits.shape[1:])))
+
+
+def _some(values: Values, rows: list[int]) -> Values:
+    return Values(values.bits[rows], values.dtype, values.shape)
+
+
+def _inputs(chosen: Chosen, tensors: dict[str, Stored]) -> None:
+    """The operator's input ports in the chosen pairs: once where both sides have the same bits."""
+    owner = chosen.comparison.sites[chosen.site].parsed.owner
+    for i, pair in enumerate(chosen.comparison.sites):
+        if pair.parsed.owner != owner or not pair.parsed.is_input or pair.differ:
+            continue
+        values = port(chosen, i, chosen.read)
+        if values is None:
+            continue
+        name = "in" if pair.parsed.port == "in.0" else pair.parsed.port
+        if values.equal:
+            tensors[name] = _stored(values.left)
+        else:
+            tensors[f"{name}/a"], tensors[f"{name}/b"] = _stored(values.left), _stored(values.right)
+
+
+def _attention(chosen: Chosen, tensors: dict[str, Stored], notes: list[str]) -> tuple[Chosen, list[int]]:
+    """q of some rows with K and V of everything they read; the pairs are cut down to those rows."""
+    pair = chosen.comparison.sites[chosen.site]
+    found = gather_more.attention(chosen.comparison, chosen.read, pair, chosen.facts)
+    if not found:
+        notes.append("K and V of the rows read were not captured with their raw bits")
+        return chosen, list(range(len(chosen.read)))
+    kept = [index for index, _, _ in found]
+    shape = found[0][1].query.shape
+    for letter, which in (("a", 1), ("b", 2)):
+        sides: list[Keys] = [entry[which] for entry in found]  # type: ignore[misc]
+        lengths = np.cumsum([0, *(int(keys.own.sum()) for keys in sides)])
+        tensors[f"starts/{letter}"] = Stored(lengths.astype(np.int64), "int64", lengths.shape)
+        order = [np.flatnonzero(keys.own)[np.argsort(keys.position[keys.own], kind="stable")] for keys in sides]
+        parts = {
+            "in": np.stack([keys.query for keys in sides]),
+            "in.1": np.concatenate([keys.key[at] for keys, at in zip(sides, order, strict=True)]),
+            "in.2": np.concatenate([keys.value[at] for keys, at in zip(sides, order, strict=True)]),
+        }
+        for name, values in parts.items():
+            dtype = pair.meta.torch_dtype
+            tensors[f"{name}/{letter}"] = Stored(round_to(values, dtype), dtype, values.shape)
+    notes.append(f"{len(kept)} rows of {shape[0]} heads, each with all keys it reads")
+    return replace(chosen, read=chosen.read[kept]), kept
+
+
+def _weights(site: SiteName, dir_a: Path, dir_b: Path, notes: list[str]) -> dict[str, Stored]:
+    """Parameters of the operator from the rebuilt bed, as the model was built; none for other captures."""
+    try:
+        recipe = recipe_of(dir_a, dir_b)
+    except ZklError:
+        notes.append("weights are not in the bundle: the captures are not those of a bed")
+        return {}
+    from zkl_debug.beds.run import open_bed
+    from zkl_debug.beds.weights import operator_parameters
+    from zkl_debug.capture.layout import dtype_name, raw_bits
+
+    found = {}
+    with open_bed(recipe.options) as context:
+        for name, value in operator_parameters(context, site).items():
+            bits = raw_bits(value.reshape(1, -1)).copy()
+            found[f"weight/{name}"] = Stored(bits, dtype_name(value), tuple(value.shape))
+    return found
+
+
+def safetensors(tensors: Mapping[str, Stored]) -> bytes:
+    """A safetensors file of some tensors.
+
+    Raises:
+        UsageError: a dtype that the format has no name for.
+    """
+    header: dict[str, Json] = {}
+    parts: list[bytes] = []
+    at = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _SAFETENSORS:
+            raise UsageError(f"{name} has dtype {tensor.dtype}", f"one of {', '.join(_SAFETENSORS)}")
+        data = np.ascontiguousarray(tensor.bits).tobytes()
+        header[name] = {
+            "dtype": _SAFETENSORS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + len(data)],
+        }
+        parts.append(data)
+        at += len(data)
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    return struct.pack("<Q", len(head)) + head + b"".join(parts)

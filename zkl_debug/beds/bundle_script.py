@@ -1,0 +1,348 @@
+"""Replay one operator of a numerical mismatch. Needs torch and the files beside it, nothing else.
+
+    python replay.py [--elements N]
+
+Both sides' outputs of some rows are recorded as raw bits, with the inputs they were computed from and the weights of
+the operator. The script computes the operator in several orders and precisions, says which of them gives each side bit
+for bit, and prints the elements in which the sides differ.
+Exit status: 0 both sides reproduced bit for bit, 1 at least one was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Forms = dict[str, Callable[[], Tensor]]
+
+
+def load(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file."""
+    raw = bytearray(path.read_bytes())
+    (size,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + size])
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        start, stop = (8 + size + offset for offset in entry["data_offsets"])
+        dtype, shape = _TYPES[entry["dtype"]], entry["shape"]
+        data = torch.frombuffer(raw[start:stop], dtype=torch.uint8).clone() if stop > start else torch.empty(0)
+        found[name] = data.view(dtype).reshape(shape)
+    return found
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------------------------
+def chain(parts: list[Tensor], inside: torch.dtype) -> Tensor:
+    """Addition one after the other, in a dtype."""
+    total = parts[0].to(inside)
+    for part in parts[1:]:
+        total = total + part.to(inside)
+    return total
+
+
+def tree(x: Tensor) -> Tensor:
+    """Sum over the last axis by halving it; the axis is padded with zeros to a power of two."""
+    width = 1 << max(x.shape[-1] - 1, 0).bit_length()
+    x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def strided(x: Tensor, partials: int) -> Tensor:
+    """Sum over the last axis in interleaved partial sums, which are then added by halving."""
+    steps = x.reshape(*x.shape[:-1], -1, partials)
+    return tree(chain([steps[..., i, :] for i in range(steps.shape[-2])], x.dtype))
+
+
+def combine(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
+    """Sum of a token's expert outputs [m, k, n], listed by ascending expert."""
+    x = of(t, "in", side)
+    parts = [x[:, i] for i in range(x.shape[1])]
+    forms: Forms = {}
+    for inside in dict.fromkeys((out.dtype, torch.float32)):
+        for words, order in (("ascending", parts), ("descending", parts[::-1])):
+            name = f"{words} expert order, added in {short(inside)}"
+            forms[name] = lambda order=order, inside=inside: chain(order, inside)  # type: ignore[misc]
+    forms["by halves, added in float32"] = lambda: tree(x.float().movedim(1, -1))
+    return forms
+
+
+def norm(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
+    """RMS norm, or layer norm where there is a bias."""
+    x, w, eps = of(t, "in", side).float(), t["weight/weight"], float(t["weight/eps"])
+    bias = t.get("weight/bias")
+    if bias is not None:
+        return {
+            "layer norm in float32": lambda: torch.nn.functional.layer_norm(x, w.shape, w.float(), bias.float(), eps)
+        }
+    squares, width = x * x, x.shape[-1]
+    sums: dict[str, Callable[[], Tensor]] = {
+        "torch's mean": lambda: squares.mean(-1) * width,
+        "a sum by halves": lambda: tree(squares),
+    }
+    for partials in (2, 4, 8, 16):
+        if width % partials == 0:
+            sums[f"{partials} partial sums"] = lambda partials=partials: strided(squares, partials)  # type: ignore[misc]
+    forms: Forms = {}
+    for words, total in sums.items():
+
+        def unit(total: Callable[[], Tensor] = total) -> Tensor:
+            return x * torch.rsqrt(total()[..., None] / width + eps)
+
+        forms[f"{words}, rounded once after gamma"] = lambda unit=unit: unit() * w.float()  # type: ignore[misc]
+        forms[f"{words}, rounded before gamma"] = lambda unit=unit: unit().to(out.dtype) * w  # type: ignore[misc]
+    return forms
+
+
+def linear(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
+    """x W^T, whole or with the inner axis in chunks."""
+    x, w = of(t, "in", side), t["weight/weight"]
+    x = x.to(w.dtype) if out.dtype == w.dtype else x.float()
+    w = w.to(x.dtype)
+    bias = t.get("weight/bias")
+
+    def added(product: Tensor) -> Tensor:
+        return product if bias is None else product + bias.to(product.dtype)
+
+    def chunks(count: int) -> Tensor:
+        return chain([a @ b.t() for a, b in zip(x.chunk(count, 1), w.chunk(count, 1), strict=True)], x.dtype)
+
+    forms: Forms = {"one product": lambda: added(x @ w.t())}
+    for count in (2, 4, 8):
+        if x.shape[1] % count == 0:
+            forms[f"inner axis in {count} chunks"] = lambda count=count: added(chunks(count))  # type: ignore[misc]
+    forms["row by row"] = lambda: added(torch.cat([row[None] @ w.t() for row in x]))
+    forms["in float32, rounded once"] = lambda: added(x.float() @ w.float().t())
+    forms["one product, rounded to bfloat16"] = lambda: added(x @ w.t()).to(torch.bfloat16)
+    return forms
+
+
+def log_softmax(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
+    """log-softmax over the last axis."""
+    x = of(t, "in", side).float()
+
+    def shifted(total: Callable[[Tensor], Tensor]) -> Tensor:
+        moved = x - x.amax(-1, keepdim=True)
+        return moved - total(moved.exp()).log()[..., None]
+
+    del out
+    return {
+        "torch's log_softmax": lambda: torch.log_softmax(x, -1),
+        "x - logsumexp(x)": lambda: x - torch.logsumexp(x, -1, keepdim=True),
+        "shift, exp, sum, log": lambda: shifted(lambda e: e.sum(-1)),
+        "shift, exp, sum by halves, log": lambda: shifted(tree),
+        "x - (max + log of the sum by halves)": lambda: (
+            x - (x.amax(-1) + tree((x - x.amax(-1, keepdim=True)).exp()).log())[..., None]
+        ),
+    }
+
+
+def attention(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
+    """Softmax attention of single rows; row i reads keys [starts[i], starts[i + 1])."""
+    q, k, v = (of(t, name, side) for name in ("in", "in.1", "in.2"))
+    starts = of(t, "starts", side).tolist()
+    scale = float(t["weight/scale"]) if "weight/scale" in t else q.shape[-1] ** -0.5
+
+    def rows(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        results = []
+        for i, (a, b) in enumerate(itertools.pairwise(starts)):
+            group = q.shape[1] // k.shape[1]
+            keys, values = (part[a:b].repeat_interleave(group, 1) for part in (k, v))
+            results.append(attend(q[i], keys, values))
+        return torch.stack(results)
+
+    def scores(q: Tensor, k: Tensor, inside: torch.dtype) -> Tensor:
+        return torch.einsum("hd,nhd->hn", q.to(inside), k.to(inside)).float() * scale
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("hn,nhd->hd", torch.softmax(scores(q, k, torch.float32), -1), v.float())
+
+    def narrow(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weight = torch.softmax(scores(q, k, q.dtype), -1).to(q.dtype)
+        return torch.einsum("hn,nhd->hd", weight, v)
+
+    def by_halves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        score = tree(q.float() * k.float()).t() * scale
+        weight = (score - score.amax(-1, keepdim=True)).exp()
+        return tree((weight.t()[..., None] * v.float()).movedim(0, -1)) / tree(weight)[..., None]
+
+    def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if len(k) < 2:
+            return whole(q, k, v)
+        parts = []
+        for at in (slice(0, len(k) // 2), slice(len(k) // 2, None)):
+            score = scores(q, k[at], torch.float32)
+            half = torch.einsum("hn,nhd->hd", torch.softmax(score, -1), v[at].float()).to(out.dtype).float()
+            parts.append((half, torch.logsumexp(score, -1)))
+        both = torch.logaddexp(parts[0][1], parts[1][1])
+        one, two = (half * (lse - both).exp()[:, None] for half, lse in parts)
+        return one + two
+
+    return {
+        "one pass in float32": lambda: rows(whole),
+        "sums by halves in float32": lambda: rows(by_halves),
+        "products in the input's dtype, softmax in float32": lambda: rows(narrow),
+        "two halves of the keys merged by log-sum-exp": lambda: rows(merged),
+    }
+
+
+def rope(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
+    """Rotation of channel pairs by position times frequency."""
+    x = of(t, "in", side)
+    x = x.reshape(len(x), -1, x.shape[-1])
+    frequency, position = t["weight/frequencies"].float(), t["positions"].float()
+
+    def turned(f: Tensor, inside: torch.dtype, pairs: bool) -> Tensor:
+        angle = (position[:, None] * f)[:, None, :]
+        cos, sin = angle.cos().to(inside), angle.sin().to(inside)
+        half, y = len(f), x.to(inside)
+        one, two = (y[..., 0::2], y[..., 1::2]) if pairs else (y[..., :half], y[..., half:])
+        both = (one * cos - two * sin, two * cos + one * sin)
+        joined = torch.stack(both, -1).flatten(-2) if pairs else torch.cat(both, -1)
+        return joined.reshape(out.shape)
+
+    coarse = frequency.bfloat16().float()
+    forms: Forms = {}
+    for inside in dict.fromkeys((x.dtype, torch.float32)):
+        for pairs, words in ((False, "halves"), (True, "neighbours")):
+            for f, which in ((frequency, ""), (coarse, ", frequencies rounded to bfloat16")):
+                name = f"pairs are {words}, in {short(inside)}{which}"
+                forms[name] = lambda f=f, inside=inside, pairs=pairs: turned(f, inside, pairs)  # type: ignore[misc]
+    return forms
+
+
+def swiglu(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
+    """silu(a) * b of the halves of the last axis."""
+    a, b = of(t, "in", side).chunk(2, -1)
+    silu = torch.nn.functional.silu
+    return {
+        "in float32, rounded once": lambda: silu(a.float()) * b.float(),
+        "silu rounded before the product": lambda: silu(a.float()).to(out.dtype) * b,
+    }
+
+
+FORMULAS: dict[str, Callable[[dict[str, Tensor], str, Tensor], Forms]] = {
+    "combine": combine,
+    "norm": norm,
+    "linear": linear,
+    "log_softmax": log_softmax,
+    "attention": attention,
+    "rope": rope,
+    "swiglu": swiglu,
+}
+
+
+# ---- comparison -----------------------------------------------------------------------------------------------------
+def of(t: dict[str, Tensor], name: str, side: str) -> Tensor:
+    """An input: the one of a side, or the one both share."""
+    return t[f"{name}/{side}"] if f"{name}/{side}" in t else t[name]
+
+
+def short(dtype: torch.dtype) -> str:
+    """Name of a dtype without its prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bits(x: Tensor) -> Tensor:
+    """Raw bits as integers of the element size, [rows, elements]."""
+    return x.contiguous().reshape(len(x), -1).view(_INTEGER[x.element_size()])
+
+
+def replay(t: dict[str, Tensor], formula: str, side: str) -> tuple[str, int, Tensor | None]:
+    """The arithmetic that comes closest to a side: its name, how many elements it misses, and its output."""
+    out = t[f"out/{side}"]
+    best: tuple[str, int, Tensor | None] = ("", out.numel() + 1, None)
+    if formula not in FORMULAS:
+        return best
+    try:
+        forms = FORMULAS[formula](t, side, out)
+    except KeyError as error:
+        print(f"{side.upper()}: {error.args[0]} is not in the bundle, nothing can be replayed")
+        return best
+    for name, form in forms.items():
+        got = form().to(out.dtype).reshape(out.shape)
+        missed = int((bits(got) != bits(out)).sum())
+        if missed < best[1]:
+            best = (name, missed, got)
+    return best
+
+
+def show(t: dict[str, Tensor], meta: dict[str, Any], most: int) -> set[tuple[int, int]]:
+    """Print the elements in which the recorded outputs differ, and return their places."""
+    a, b = t["out/a"], t["out/b"]
+    places = (bits(a) != bits(b)).nonzero().tolist()
+    count = a.numel()
+    print(f"recorded: {len(places)} of {count} elements of {len(a)} rows differ")
+    flat_a, flat_b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    digits = 2 * a.element_size()
+    mask = (1 << (8 * a.element_size())) - 1
+    for row, element in places[:most]:
+        where = meta["rows"][row]
+        raw = [int(bits(x)[row, element]) & mask for x in (a, b)]
+        values = [float(x[row, element].double()) for x in (flat_a, flat_b)]
+        print(
+            f"  row {row} (sample {where['sample']} position {where['position']}) element {element}: "
+            f"a {values[0]:.9g} 0x{raw[0]:0{digits}x}  b {values[1]:.9g} 0x{raw[1]:0{digits}x}"
+        )
+    if len(places) > most:
+        print(f"  ... {len(places) - most} more")
+    return {(row, element) for row, element in places}
+
+
+def main() -> int:
+    """Replay, compare, print."""
+    parser = argparse.ArgumentParser(description="Replay one operator of a numerical mismatch.")
+    parser.add_argument("--elements", type=int, default=20, help="mismatching elements to print")
+    most = parser.parse_args().elements
+    torch.set_num_threads(1)
+    meta = json.loads((HERE / "metadata.json").read_text())
+    tensors = load(HERE / "tensors.safetensors")
+    print(
+        f"{meta['site']}  ({meta['formula'] or 'no known formula'}), a: {meta['sides']['a']}, b: {meta['sides']['b']}"
+    )
+    recorded = show(tensors, meta, most)
+    found = {side: replay(tensors, meta["formula"], side) for side in ("a", "b")}
+    for side, (name, missed, got) in found.items():
+        if got is None:
+            print(f"{side}: no arithmetic to replay")
+        elif missed == 0:
+            print(f"{side}: bit for bit as recorded with: {name}")
+        else:
+            print(f"{side}: closest is: {name} ({missed} of {got.numel()} elements are not as recorded)")
+    outs = [found[side][2] for side in ("a", "b")]
+    if outs[0] is not None and outs[1] is not None:
+        replayed = {(r, e) for r, e in (bits(outs[0]) != bits(outs[1])).nonzero().tolist()}
+        same = "the same elements" if replayed == recorded else "not the same elements"
+        print(f"replayed: {len(replayed)} elements differ, {same} as recorded")
+    return 0 if all(missed == 0 for _, missed, _ in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
