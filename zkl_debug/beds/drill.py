@@ -1,4 +1,5 @@
-"""Pass 2 of a diff: the bed is run again with raw bits round the first site, then with its operators traced."""
+"""Pass 2 of a diff: the bed is run again with raw bits round the first site, its operator is called again on captured
+inputs and in float64, and then the operators inside it are traced."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from zkl_debug.beds.rebuild import recipe_of
 from zkl_debug.beds.record import RecordOptions, record_bed
+from zkl_debug.beds.replay import replay_first, settle
+from zkl_debug.beds.ruling import rule_first
 from zkl_debug.beds.zoom import Zoom, zoom
 from zkl_debug.diff.run import diff_captures
 from zkl_debug.diff.verdict import Verdict
@@ -66,8 +69,16 @@ def drill(a: Path, b: Path, verdict: Verdict, say: Say | None = None) -> Drill:
             there = "nothing differs" if second.first is None else f"{second.first.site} is first"
             note = f"run again, {there}: the difference does not repeat, so nothing is said of it"
             return Drill(verdict, False, note=note)
+        ruling = rule_first(second, one, two)
+        second = settle(second, replay_first(second, one, two, say))
         known = replace(
-            verdict, first=second.first, affected=second.affected, explanations=second.explanations, edges=second.edges
+            verdict,
+            first=second.first,
+            affected=second.affected,
+            explanations=second.explanations,
+            edges=second.edges,
+            replay=second.replay,
+            referee=ruling.to_json(),
         )
         say("pass 2: operators")
         try:

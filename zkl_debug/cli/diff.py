@@ -51,7 +51,7 @@ def command(
     drilled = _drilled(verdict, a, b) if drill and verdict.first is not None else None
     if drilled is not None:
         verdict = drilled.verdict
-    if replay:
+    if replay and verdict.replay is None:  # pass 2 has called it again already
         verdict = _replayed(verdict, a, b)
     if html is not None:
         from zkl_debug.viz.html import write_html
