@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -40,6 +42,10 @@ def module_output(path: str, change: Callable[[Tensor], Tensor]) -> Any:
     return breaks
 
 
+def added(parts: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(operator.add, parts)
+
+
 def rounded(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda t: t.to(dtype).to(t.dtype)
 
@@ -62,7 +68,8 @@ def norm_partials(parts: int, limit: int) -> Any:
         def wrap(original: Any) -> Any:
             def forward(self: Any, x: Tensor) -> Tensor:
                 if x.numel() // x.shape[-1] < limit:
-                    return original(self, x)
+                    plain: Tensor = original(self, x)
+                    return plain
                 squares = x.float().square().unflatten(-1, (-1, parts))
                 sums = squares[..., 0, :]
                 for step in range(1, squares.shape[-2]):
@@ -90,13 +97,13 @@ def linear_split(path: str, cuts: int, applies: Callable[[int], bool]) -> Any:
 
         def wrap(original: Any) -> Any:
             def linear(*args: Any, **kwargs: Any) -> Any:
-                x = kwargs.get("input", args[0] if args else None)
-                w = kwargs.get("weight", args[1] if len(args) > 1 else None)
+                x: Tensor = kwargs["input"] if "input" in kwargs else args[0]
+                w: Tensor = kwargs["weight"] if "weight" in kwargs else args[1]
                 rows = x.reshape(-1, x.shape[-1])
                 if w is not weight or not applies(rows.shape[0]):
                     return original(*args, **kwargs)
                 parts = zip(rows.chunk(cuts, 1), w.chunk(cuts, 1), strict=True)
-                out = sum(torch.mm(a, b.t()) for a, b in parts)
+                out = added(torch.mm(a, b.t()) for a, b in parts)
                 return out.reshape(*x.shape[:-1], w.shape[0])
 
             linear.warned = True  # type: ignore[attr-defined]
@@ -132,7 +139,7 @@ def split_keys(parts: int) -> Any:
             outs.append((out / safe[..., None]).to(q.dtype).float())
             lses.append(torch.where(total > 0, top + safe.log(), float("-inf")))
         lse = torch.logsumexp(torch.stack(lses), 0)
-        merged = sum(o * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
+        merged = added(o * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
         return merged.to(q.dtype)
 
     return attend
@@ -243,7 +250,7 @@ def chunked_log_softmax(chunks: int, limit: int) -> Any:
             return original(logits)
         rows = logits.reshape(-1, logits.shape[-1])
         shifted = rows - rows.amax(-1, keepdim=True)
-        total = sum(
+        total = added(
             rowwise.tree_sum(
                 rowwise.in_row_tiles(
                     torch.exp,
@@ -470,7 +477,7 @@ VARIANTS: tuple[Fault, ...] = (
     ),
     variant(
         "combine-reversed-layer-2",
-        combine(2, lambda *a, **k: ordered_unpermute(*a, reverse=True, **k)),
+        combine(2, functools.partial(ordered_unpermute, reverse=True)),
         "decoder.layers.2.mlp/unpermute:out*",
         "reduction-order",
         beds=("tiny-moe",),
