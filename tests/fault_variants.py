@@ -70,7 +70,7 @@ def norm_partials(parts: int, limit: int) -> Any:
                 if x.numel() // x.shape[-1] < limit:
                     plain: Tensor = original(self, x)
                     return plain
-                squares = x.float().square().unflatten(-1, (-1, parts))
+                squares = x.float().square().reshape(*x.shape[:-1], -1, parts)
                 sums = squares[..., 0, :]
                 for step in range(1, squares.shape[-2]):
                     sums = sums + squares[..., step, :]
@@ -78,7 +78,8 @@ def norm_partials(parts: int, limit: int) -> Any:
                 for part in range(1, parts):
                     total = total + sums[..., part]
                 scale = torch.rsqrt(total[..., None] / x.shape[-1] + self.eps)
-                return (x.float() * scale * self.weight.float()).to(x.dtype)
+                result: Tensor = (x.float() * scale * self.weight.float()).to(x.dtype)
+                return result
 
             return forward
 
@@ -356,7 +357,9 @@ def eps(value: float, path: str = "") -> Any:
 
 def early_rounding(module: Any, x: Tensor) -> Tensor:
     wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.eps)).to(x.dtype) * module.weight
+    unit = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.eps)).to(x.dtype)
+    result: Tensor = unit * module.weight
+    return result
 
 
 def gating(dtype: torch.dtype) -> Any:

@@ -77,6 +77,7 @@ def drill(a: Path, b: Path, verdict: Verdict, say: Say | None = None) -> Drill:
             affected=second.affected,
             explanations=second.explanations,
             edges=second.edges,
+            next=tuple(command for command in verdict.next if "--drill" not in command),
             replay=second.replay,
             referee=ruling.to_json(),
         )

@@ -96,8 +96,8 @@ def _first(found: Zoom) -> Iterator[RenderableType]:
         yield Text(f"first     {name}: {text}", style="bold")
     relation = found.aligned.relation
     if relation is not None:
-        words = relation.text.replace("left is right", f"{found.names[0]} is {found.names[1]}")
-        words = words.replace("right is left", f"{found.names[1]} is {found.names[0]}")
+        words = relation.text.replace("the left is right", f"{found.names[0]} is {found.names[1]}")
+        words = words.replace("the right is left", f"{found.names[1]} is {found.names[0]}")
         pair = f"{relation.left.name} ({relation.left.dtype}) and {relation.right.name} ({relation.right.dtype})"
         yield Text(f"  how     {pair}: {words}")
 
