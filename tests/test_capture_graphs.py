@@ -58,6 +58,9 @@ class FakeKernels(Kernels):
     def slots(self, rows: int) -> torch.Tensor:
         return torch.zeros((rows, 2), dtype=torch.int64)
 
+    def moment(self) -> tuple[int, ...] | None:
+        return None if FakeGraph.current is None else (len(FakeGraph.current.steps),)
+
     def ready(self, tensor: torch.Tensor, rows: int) -> bool:  # noqa: ARG002
         return True
 
@@ -207,6 +210,23 @@ def _warmup() -> FrameRows:
     from zkl_debug.capture.rows import warmup_rows
 
     return warmup_rows((4, 1))
+
+
+def test_a_site_is_read_once_only_while_nothing_was_recorded_in_between(tmp_path: Path) -> None:
+    model = Model()
+    capture = _watched(model, tmp_path / "c")
+    capture.next_rows(_warmup())
+    model.use_graph = True
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    watch = capture.session.graphs
+    assert watch is not None
+    _call(model, capture, [5, 6], graph=True)
+    capture.session.end_frame()
+    starts = {s.name: s.start for reading in watch._readings.values() for s in reading.sites}
+    capture.__exit__(None, None, None)
+    # The two layers write one buffer: out of layer 0 is in of layer 1, read once; out of layer 1 is the same memory.
+    assert starts["layers.0:out"] == starts["layers.1:in"]
+    assert len({starts["layers.0:in"], starts["layers.0:out"], starts["layers.1:out"]}) == 3
 
 
 def test_two_replays_in_one_frame_are_two_occurrences(tmp_path: Path) -> None:

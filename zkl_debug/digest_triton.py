@@ -37,9 +37,9 @@ _runners: dict[tuple[Any, ...], Callable[..., None]] = {}
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _digest_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, out_ptr, dest_ptr, rows, lanes, row_stride, w_stride, lane_offset,
+    x_ptr, w_ptr, out_ptr, dest_ptr, rows, lanes, row_stride, w_stride, lane_offset, inner, group_stride,
     LANES_PER_PROGRAM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_LANES: tl.constexpr, SPLIT: tl.constexpr,
-    PLACED: tl.constexpr,
+    PLACED: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_ok = row < rows
@@ -52,7 +52,11 @@ def _digest_kernel(  # type: ignore[no-untyped-def]
         ok = lane < lanes
         w_1 = tl.load(w_ptr + lane_offset + lane, mask=ok, other=0)
         w_2 = tl.load(w_ptr + w_stride + lane_offset + lane, mask=ok, other=0)
-        b = tl.load(base + lane[None, :], mask=row_ok[:, None] & ok[None, :], other=0).to(tl.int64)
+        if GROUPED:  # noqa: SIM108 - a branch the compiler drops
+            where = (lane // inner) * group_stride + lane % inner
+        else:
+            where = lane
+        b = tl.load(base + where[None, :], mask=row_ok[:, None] & ok[None, :], other=0).to(tl.int64)
         sum_1 += b * w_1[None, :]
         sum_2 += b * w_2[None, :]
     h_1 = tl.sum(sum_1, axis=1)
@@ -111,6 +115,8 @@ class LaneView:
         lanes: lanes of a row.
         stride: distance between rows, lanes.
         owner: keeps the storage alive until the launch was issued.
+        inner: lanes that lie together; a row is ``lanes / inner`` such groups.
+        group_stride: distance between groups, lanes.
     """
 
     address: int
@@ -118,27 +124,51 @@ class LaneView:
     lanes: int
     stride: int
     owner: torch.Tensor
+    inner: int = 0
+    group_stride: int = 0
 
 
 def lane_view(tensor: torch.Tensor, rows: int) -> LaneView | None:
     """See a GPU tensor as [rows, lanes] of int32; None when a copy would be needed first.
 
-    Rows may be strided (a slice of a wider buffer); within a row elements must be contiguous. A row whose bytes are not
-    a multiple of four, or that does not start on a four-byte boundary, needs padding and is not taken.
+    Rows may be strided (a slice of a wider buffer), and a row may consist of equal groups at equal distances (the keys
+    of a fused projection, which lie between queries and values). A row whose bytes are not a multiple of four, or that
+    does not start on a four-byte boundary, needs padding and is not taken.
     """
     count = tensor.numel()
     if rows <= 0 or count == 0 or count % rows:
         return None
-    row_bytes = count // rows * tensor.element_size()
+    size = tensor.element_size()
+    row_bytes = count // rows * size
     if row_bytes % 4 or tensor.data_ptr() % 4:
         return None
+    lanes = row_bytes // 4
     if tensor.is_contiguous():
-        return LaneView(tensor.data_ptr(), rows, row_bytes // 4, row_bytes // 4, tensor)
-    if tensor.dim() >= 2 and tensor.shape[0] == rows and tensor[0].is_contiguous():
-        stride_bytes = tensor.stride(0) * tensor.element_size()
-        if stride_bytes % 4 == 0:
-            return LaneView(tensor.data_ptr(), rows, row_bytes // 4, stride_bytes // 4, tensor)
-    return None
+        return LaneView(tensor.data_ptr(), rows, lanes, lanes, tensor)
+    if tensor.dim() < 2 or tensor.shape[0] != rows:
+        return None
+    inner, group = _groups(tensor)
+    stride_bytes = tensor.stride(0) * size
+    if inner == 0 or stride_bytes % 4 or inner * size % 4 or group * size % 4:
+        return None
+    return LaneView(tensor.data_ptr(), rows, lanes, stride_bytes // 4, tensor, inner * size // 4, group * size // 4)
+
+
+def _groups(tensor: torch.Tensor) -> tuple[int, int]:
+    """(elements that lie together, distance between such groups) of a row; (0, 0) when it takes more than that."""
+    inner, group, count = 1, 0, 1
+    for extent, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
+        if extent == 1:
+            continue
+        if count == 1 and stride == inner:
+            inner *= extent
+        elif count == 1:
+            group, count = stride, extent
+        elif stride == group * count:
+            count *= extent
+        else:
+            return 0, 0
+    return inner, group if count > 1 else inner
 
 
 def weights_on(device: torch.device, lanes: int) -> torch.Tensor:
@@ -177,14 +207,25 @@ def digest_into(view: LaneView, out: int, dest: int = 0, lane_offset: int = 0) -
     key = (view.owner.device, *sizes, *fixed, view.address % _ALIGNED == 0)
     runner = _runners.get(key)
     if runner is not None:
-        runner(view.address, w.data_ptr(), out, dest or out, *sizes, *fixed)
+        stream = torch._C._cuda_getCurrentRawStream(view.owner.device.index)
+        runner(*grid, stream, view.address, w.data_ptr(), out, dest or out, *sizes, *fixed)
         return
     compiled = _digest_kernel[grid](
         _Address(view.address, torch.int32), w, _Address(out, torch.int64), _Address(dest or out, torch.int64),
         *sizes, *fixed, num_warps=warps,
     )  # fmt: skip
     if len(_runners) < _MAX_RUNNERS:
-        _runners[key] = compiled[grid]
+        _runners[key] = _launcher(compiled)
+
+
+def _launcher(compiled: Any) -> Callable[..., None]:
+    """What Triton calls once it has chosen a kernel: grid, stream, then all arguments."""
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launch(x: int, y: int, z: int, stream: int, *args: Any) -> None:
+        run(x, y, z, stream, function, metadata, None, None, None, *args)
+
+    return launch
 
 
 def is_loaded(view: LaneView) -> bool:
@@ -205,8 +246,10 @@ def _launch(
     block_rows, block_lanes, warps = _blocks(view.rows)
     split = needs_zeros(view)
     per_program = _LANES_PER_PROGRAM if split else triton.cdiv(view.lanes, block_lanes) * block_lanes
-    sizes = (view.rows, view.lanes, view.stride, w.stride(0), lane_offset)
-    fixed = (per_program, block_rows, block_lanes, split, dest != 0)
+    grouped = 0 < view.inner < view.lanes
+    apart = (view.inner, view.group_stride) if grouped else (0, 0)
+    sizes = (view.rows, view.lanes, view.stride, w.stride(0), lane_offset, *apart)
+    fixed = (per_program, block_rows, block_lanes, split, dest != 0, grouped)
     return (triton.cdiv(view.rows, block_rows), triton.cdiv(view.lanes, per_program), 1), sizes, fixed, warps
 
 

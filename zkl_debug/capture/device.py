@@ -52,6 +52,12 @@ class Kernels:
         view = kernel.lane_view(tensor, rows)
         return view is None or kernel.is_loaded(view)
 
+    def moment(self) -> tuple[int, ...] | None:
+        """What a recording has come to: unchanged as long as nothing is added to it; None when that is not known."""
+        from zkl_debug.capture.capture_info import last_nodes
+
+        return last_nodes()
+
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy of a tensor; made anew at each replay when it is issued while a graph is recorded."""
         return tensor.clone(memory_format=torch.contiguous_format)

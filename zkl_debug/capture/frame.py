@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,13 @@ class Block:
     pending: Pending | None = None
 
 
+class Deferred(Protocol):
+    """Sites that are made only when the frame is filed, such as those of a replayed graph."""
+
+    def blocks(self, parts: list[U64]) -> list[SiteBlock]:
+        """The sites, from the digests of each chunk."""
+
+
 @dataclass
 class OpenFrame:
     """The frame that is being recorded.
@@ -48,7 +55,8 @@ class OpenFrame:
         alias: on a CPU, digests of the last tensors.
         scratch: what an adapter keeps for the length of the frame.
         device: what is on the device, if anything is.
-        plans: graphs that were replayed in it, each with the digests of an earlier replay in the same frame.
+        plans: graphs that were replayed in it and not yet read out.
+        deferred: sites made when the frame is filed.
     """
 
     index: int
@@ -60,6 +68,7 @@ class OpenFrame:
     scratch: dict[str, Any] = field(default_factory=dict)
     device: DeviceFrame | None = None
     plans: list[Plan] = field(default_factory=list)
+    deferred: list[Deferred] = field(default_factory=list)
     twins: OrderedDict[Key, tuple[torch.Tensor, str, Pending]] = field(default_factory=OrderedDict)
     pairs: list[tuple[str, str, Pending, Pending]] = field(default_factory=list)
 
@@ -102,7 +111,11 @@ class OpenFrame:
 
     def finished(self) -> list[SiteBlock]:
         """The sites of a frame that has nothing on a device."""
-        return [_finished(block, []) for block in self.blocks]
+        return self._sites([])
+
+    def _sites(self, parts: list[U64]) -> list[SiteBlock]:
+        eager = [_finished(block, parts) for block in self.blocks]
+        return [*eager, *(block for later in self.deferred for block in later.blocks(parts))]
 
     def job(self, device: DeviceFrame, file: Callable[[NDArray[np.void], list[SiteBlock]], None], twins: Twins) -> Job:
         """The frame as a job of the drain; issues its copies.
@@ -119,7 +132,7 @@ class OpenFrame:
             parts = device.arrays()
             for first, second, a, b in self.pairs:
                 twins.judge(self.kind, first, second, _digests(parts, a), _digests(parts, b))
-            return lambda: file(self.table(), [_finished(block, parts) for block in self.blocks])
+            return lambda: file(self.table(), self._sites(parts))
 
         held = sum(chunk.used for chunk in device.chunks) * 16
         return Job(read, held + sum(_payload_bytes(b) for b in self.blocks))

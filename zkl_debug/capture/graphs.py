@@ -12,7 +12,6 @@ its replays are counted, and its sites are listed as out of reach.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.device import DeviceFrame, Kernels, Pending
-from zkl_debug.capture.frame import Block, OpenFrame
-from zkl_debug.capture.layout import RowView, resolve
+from zkl_debug.capture.device import Kernels, Pending
+from zkl_debug.capture.frame import OpenFrame
+from zkl_debug.capture.layout import RowView, raw_bits, resolve
 from zkl_debug.capture.rows import FrameRows, warmup_rows
-from zkl_debug.schema import Json, SiteMeta
+from zkl_debug.schema import U64, Json, SiteBlock, SiteMeta
 
 if TYPE_CHECKING:
     from zkl_debug.capture.session import CaptureSession
@@ -56,11 +55,82 @@ class Plan:
         owner: the watch that recorded it.
         sites: in execution order.
         slots: token slots of the call the graph was recorded for.
+        last: how far the recording was when its last site was read, and what memory that was.
     """
 
     owner: object
     sites: list[GraphSite] = field(default_factory=list)
     slots: int = 0
+    last: tuple[tuple[int, ...] | None, Any] = (None, None)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the sites of graphs replayed together are read out.
+
+    Attributes:
+        sites: in execution order.
+        ranges: runs of adjacent memory (arena, start, stop) that are copied at once.
+        places: of each site, the index of its range and its offset within.
+        names: names of the sites.
+        rows: numbers of rows that occur.
+        payload: whether any site has one.
+    """
+
+    sites: tuple[GraphSite, ...]
+    ranges: tuple[tuple[torch.Tensor, int, int], ...]
+    places: tuple[tuple[int, int], ...]
+    names: frozenset[str]
+    rows: set[int]
+    payload: bool
+    plans: tuple[Plan, ...]  # alive as long as their ids are keys
+
+    @classmethod
+    def of(cls, plans: list[Plan]) -> Reading:
+        """The reading of graphs in the order of their replay."""
+        sites = tuple(site for plan in plans for site in plan.sites)
+        ranges: list[tuple[torch.Tensor, int, int]] = []
+        places = []
+        for site in sites:
+            stop = site.start + site.rows
+            follows = bool(ranges) and ranges[-1][0] is site.arena
+            if follows and site.start in (ranges[-1][2], ranges[-1][2] - site.rows):  # behind it, or the same memory
+                ranges[-1] = (site.arena, ranges[-1][1], stop)
+            else:
+                ranges.append((site.arena, site.start, stop))
+            places.append((len(ranges) - 1, site.start - ranges[-1][1]))
+        names = frozenset(site.name for site in sites)
+        payload = any(site.payload is not None for site in sites)
+        return cls(sites, tuple(ranges), tuple(places), names, {s.rows for s in sites}, payload, tuple(plans))
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One replay's sites, made into blocks when the frame is filed; padding rows are dropped then."""
+
+    reading: Reading
+    fetched: list[Pending]
+    slot: NDArray[np.int64]
+    n_slots: int
+    metas: list[SiteMeta] | None
+    payloads: list[torch.Tensor | None]
+
+    def blocks(self, parts: list[U64]) -> list[SiteBlock]:
+        """The sites, from the digests of each chunk."""
+        count = len(self.slot)
+        rows = np.arange(count, dtype=np.uint32)
+        pick = slice(0, count) if np.array_equal(self.slot, rows) else self.slot
+        found = []
+        for i, (site, (where, offset)) in enumerate(zip(self.reading.sites, self.reading.places, strict=True)):
+            if site.rows != self.n_slots:
+                continue
+            from_part = self.fetched[where]
+            start = from_part.start + offset
+            digest = parts[from_part.part][start : start + site.rows][pick]
+            payload = self.payloads[i] if self.payloads else None
+            bits = None if payload is None else raw_bits(payload)[pick]
+            found.append(SiteBlock(self.metas[i] if self.metas else site.meta, rows, digest, bits))
+        return found
 
 
 class GraphWatch:
@@ -84,6 +154,7 @@ class GraphWatch:
         self.sizes: set[int] = set()
         self._arena: torch.Tensor | None = None
         self._used = 0
+        self._readings: dict[tuple[int, ...], Reading] = {}
 
     # ---- patches --------------------------------------------------------------------------------------------------
     def install(self, taps: TapSet) -> None:
@@ -161,6 +232,11 @@ class GraphWatch:
         if view.take is not None:
             self.unreach(name, "its rows are not in the order of the token slots")
             return
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if plan.sites and not payload and plan.last == (self.kernels.moment(), same) and plan.last[0] is not None:
+            # Nothing was recorded since the last site was read, and it is the same memory: the same bytes.
+            plan.sites.append(replace(plan.sites[-1], name=name, meta=meta))
+            return
         if not self.kernels.ready(tensor, rows):
             self.unreach(
                 name, "its kernel was not loaded before the recording: run the model once under the probe first"
@@ -173,6 +249,7 @@ class GraphWatch:
         kept = self.kernels.keep(tensor) if payload else None
         plan.sites.append(GraphSite(name, meta, self._arena, start, rows, kept))
         plan.slots = max(plan.slots, rows)
+        plan.last = (self.kernels.moment(), same)
 
     def unreach(self, name: str, reason: str) -> None:
         """A site that cannot be recorded inside a graph."""
@@ -198,32 +275,35 @@ class GraphWatch:
         frame.plans.append(plan)
 
     def collect(self, frame: OpenFrame) -> None:
-        """Issue the read-out of the graphs replayed in a frame, and add their sites to it."""
+        """Issue the read-out of the graphs replayed in a frame; its sites are made when the frame is filed.
+
+        A decode step replays the same graphs as the one before: what that takes is worked out once.
+        """
         plans, frame.plans = frame.plans, []
         if not plans:
             return
+        key = tuple(id(plan) for plan in plans)
+        if key not in self._readings:
+            self._readings[key] = Reading.of(plans)
+        reading = self._readings[key]
         device = self.session.device_frame(frame)
-        sites = [site for plan in plans for site in plan.sites]
-        fetched = _fetch(device, sites)
-        for site, pending in zip(sites, fetched, strict=True):
-            if site.rows != frame.rows.n_slots:
-                self.unreach(site.name, f"recorded for {site.rows} token slots, replayed with {frame.rows.n_slots}")
-                continue
-            self._add(frame, site, pending)
-
-    def _add(self, frame: OpenFrame, site: GraphSite, pending: Pending) -> None:
-        slot = frame.rows.slot
-        rows: NDArray[np.uint32] = frame.scratch.setdefault("graph_rows", np.arange(len(slot), dtype=np.uint32))
-        payload = None if site.payload is None else site.payload.clone()
-        whole = frame.scratch.setdefault("graph_whole", bool(np.array_equal(slot, np.arange(len(slot)))))
-        if whole:
-            n = len(slot)
-            found = replace(pending, rows=n, payload=None if payload is None else payload[:n])
+        fetched = [device.fetch(arena[start:stop]) for arena, start, stop in reading.ranges]
+        payloads = [None if s.payload is None else s.payload.clone() for s in reading.sites] if reading.payload else []
+        if reading.rows != {frame.rows.n_slots}:
+            for site in reading.sites:
+                if site.rows != frame.rows.n_slots:
+                    text = f"recorded for {site.rows} token slots, replayed with {frame.rows.n_slots}"
+                    self.unreach(site.name, text)
+        metas = None
+        if not reading.names.isdisjoint(frame.seen) or len(reading.names) < len(reading.sites):
+            metas = [self._renamed(frame, site) for site in reading.sites]
         else:
-            found = replace(pending, take=slot, payload=payload)
+            frame.seen.update(dict.fromkeys(reading.names, 1))
+        frame.deferred.append(Replay(reading, fetched, frame.rows.slot, frame.rows.n_slots, metas, payloads))
+
+    def _renamed(self, frame: OpenFrame, site: GraphSite) -> SiteMeta:
         name = self.session.occurrence(frame, site.name)
-        meta = site.meta if name == site.name else self.session.meta_like(name, site.meta)
-        frame.blocks.append(Block(meta, rows, pending=found))
+        return site.meta if name == site.name else self.session.meta_like(name, site.meta)
 
     # ---- report ---------------------------------------------------------------------------------------------------
     def summary(self, eager: set[str], graphed: set[str]) -> dict[str, Json]:
@@ -242,25 +322,3 @@ class GraphWatch:
             "only_graph": sorted(graphed - eager) if eager else [],
             "out_of_reach": dict(sorted(self.unreached.items())),
         }
-
-
-def _fetch(device: DeviceFrame, sites: list[GraphSite]) -> list[Pending]:
-    """Where the digests of each site are on the host; neighbours in memory are copied together."""
-    found: list[Pending] = []
-    for _, group in itertools.groupby(enumerate(_runs(sites)), key=lambda item: item[1][0]):
-        members = [sites[i] for i, _ in group]
-        start, stop = members[0].start, members[-1].start + members[-1].rows
-        whole = device.fetch(members[0].arena[start:stop])
-        found.extend(Pending(whole.part, whole.start + m.start - start, m.rows) for m in members)
-    return found
-
-
-def _runs(sites: list[GraphSite]) -> list[tuple[int, GraphSite]]:
-    """Number of the run of adjacent memory each site lies in."""
-    runs, number = [], 0
-    for i, site in enumerate(sites):
-        if i:
-            last = sites[i - 1]
-            number += not (last.arena is site.arena and last.start + last.rows == site.start)
-        runs.append((number, site))
-    return runs

@@ -28,7 +28,7 @@ def install(capture: Capture, adapter: MegatronAdapter) -> None:
     from zkl_debug.engines.megatron import scoring
 
     taps = capture.taps
-    taps.wrap(DynamicInferenceContext, "add_request", functools.partial(_add_request, adapter))
+    taps.wrap(DynamicInferenceContext, "add_request", functools.partial(_add_request, capture, adapter))
     taps.wrap(DynamicInferenceContext, "_processed_log_probs", functools.partial(_processed, capture))
     taps.wrap(
         DynamicInferenceContext, "calculate_log_probs_tensors", functools.partial(_selected_dynamic, capture, adapter)
@@ -43,10 +43,14 @@ def _active(capture: Capture) -> bool:
 
 
 # ---- dynamic engine -----------------------------------------------------------------------------------------------
-def _add_request(adapter: MegatronAdapter, function: Callable[..., Any]) -> Callable[..., Any]:
+def _add_request(capture: Capture, adapter: MegatronAdapter, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def tapped(context: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        prompt = [int(t) for t in req.prompt_tokens]
+        if not capture.session.enabled:
+            return function(context, req, *args, **kwargs)
+        tokens = req.prompt_tokens
+        # All at once: of a tensor on a GPU, each element by itself would be a wait for the device.
+        prompt = [int(t) for t in (tokens.tolist() if isinstance(tokens, torch.Tensor) else tokens)]
         adapter.history.add(int(req.request_id), prompt, first_chunk=int(req.finished_chunk_token_count) == 0)
         return function(context, req, *args, **kwargs)
 
@@ -134,7 +138,7 @@ def _label_used(
     bits = value.float().contiguous().view(torch.int32).cpu().numpy()
     rows = np.arange(len(bits))
     used = np.full(len(bits), -1, np.int64)
-    for candidate in (sampled, intended):
+    for candidate in (intended,) if np.array_equal(sampled, intended) else (sampled, intended):
         ids = np.clip(candidate, 0, table.shape[-1] - 1)
         at = torch.from_numpy(rows).to(table.device), torch.from_numpy(ids).to(table.device)
         found = table[at].float().contiguous().view(torch.int32).cpu().numpy()
