@@ -23,6 +23,7 @@ from zkl_debug.beds.faults import FAULTS
 from zkl_debug.beds.operators import scan_operators
 from zkl_debug.beds.record import RecordOptions, record_bed
 from zkl_debug.beds.replay import ReplayAnswer, replay_first, settle, verdict_of_row
+from zkl_debug.beds.replay_pages import write_pages
 from zkl_debug.beds.replay_probe import Operand, Outcome
 from zkl_debug.cli.main import main
 from zkl_debug.diff import diff_captures
@@ -104,6 +105,10 @@ def test_an_operator_of_its_own_stays_own(fault: str, bed: str, dtype: str, tmp_
     assert document["first"]["kind"] == "own"
     assert (answer.status, answer.kind) == ("reproduces", "own"), answer.text
     assert answer.rows > 0
+    if "core_attention" in answer.site:
+        assert answer.inputs == ("in", "in.1", "in.2")
+    else:
+        assert answer.inputs
 
 
 def test_without_the_run_or_its_payload_the_replay_says_so(tmp_path: Path) -> None:
@@ -158,6 +163,27 @@ def test_surroundings_are_exchanged_by_name_and_put_back() -> None:
         assert torch.equal(cell[1], torch.ones(2))  # type: ignore[arg-type]
     assert (replay_faults.HIDDEN["gain"], cell[0]) == (2.0, 3.0)
     replay_faults.HIDDEN["gain"] = 1.0
+
+
+def test_captured_keys_and_values_go_to_the_pages_that_a_call_reads() -> None:
+    size, cache = 4, torch.zeros(3, 4, 2, 8)
+    values = torch.zeros_like(cache)
+    table = torch.tensor([[2, 0], [1, 1]])  # the first request lies in blocks 2, 0, the second in block 1
+    names = [bytes([request, position]) for request in (0, 1) for position in range(6)]
+    wanted = {name: torch.randn(16) for name in names}
+    captured_rows = {name: value.numpy().view(np.uint32) for name, value in wanted.items()}
+    history = {names[5]: tuple(names[:6]), names[7]: tuple(names[6:8])}
+    args = (None, torch.zeros(2, 2, 8), cache, values, 1, 6, torch.tensor([0, 1, 2]), None, None, table, True)
+    tables = (captured_rows, captured_rows)
+    assert write_pages(args, {}, [0, 1], [names[5], names[7]], history, tables)
+    for position in range(6):
+        at = cache[table[0, position // size], position % size]
+        assert torch.equal(at.reshape(-1), wanted[names[position]])
+    assert torch.equal(values[1, :2].reshape(2, -1), torch.stack([wanted[names[6]], wanted[names[7]]]))
+    assert not values[1, 2:].any()
+    missing = {name: bits for name, bits in captured_rows.items() if name != names[0]}
+    assert not write_pages(args, {}, [0, 1], [names[5], names[7]], history, (missing, captured_rows))
+    assert not write_pages(args, {}, [0, 1], [names[5], b"?"], history, tables)
 
 
 def test_masked_divergence_is_reported_as_hidden(tmp_path: Path) -> None:

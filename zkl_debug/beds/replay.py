@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.edges import named_row
 from zkl_debug.diff.model import Ints, Kind
-from zkl_debug.errors import Refused, ZklError
+from zkl_debug.errors import ZklError
 from zkl_debug.schema import Json, parse_site
 
 if TYPE_CHECKING:
-    from zkl_debug.beds.replay_probe import Operand, Outcome, Table
+    from zkl_debug.beds.replay_pages import Table
+    from zkl_debug.beds.replay_probe import Outcome
     from zkl_debug.diff.verdict import Verdict
 
 REPRODUCES, FAILS, IMPOSSIBLE = "reproduces", "replay does not reproduce", "not possible"
@@ -42,6 +43,7 @@ class ReplayAnswer:
         text: one sentence.
         state: data that the operator reads and the capture does not hold, where they could be named.
         rows: pairs that were settled.
+        inputs: input ports that were overwritten with captured rows in both calls.
         settled: 1, 0 or -1 by pair of (capture row of the left, of the right), with their sides.
     """
 
@@ -51,6 +53,7 @@ class ReplayAnswer:
     text: str = ""
     state: tuple[str, ...] = ()
     rows: int = 0
+    inputs: tuple[str, ...] = ()
     settled: dict[tuple[int, int, int, int], int] | None = None
 
     def to_json(self) -> Json:
@@ -62,6 +65,7 @@ class ReplayAnswer:
             "text": self.text,
             "state": list(self.state),
             "rows": self.rows,
+            "inputs": list(self.inputs),
         }
 
 
@@ -128,14 +132,15 @@ class _Settled:
 def _replay(comparison: Comparison, site: str, folders: tuple[Path, Path], say: Callable[[str], None]) -> ReplayAnswer:
     from zkl_debug.beds.rebuild import recipe_of, run_again
     from zkl_debug.beds.replay_probe import ReplayProbe
+    from zkl_debug.beds.replay_rows import keys_of, operand_of
 
     recipe = recipe_of(*folders)
     edge = comparison.edge
     first = comparison.firsts[edge] if edge is not None else None
     assert first is not None
     at = (int(comparison.pairs.left[first.pair]), int(comparison.pairs.right[first.pair]))
-    operands = [_operand(comparison, first.site, row, name) for row, name in zip(at, ("left", "right"), strict=True)]
-    keys = _keys(comparison, at[0])
+    operands = [operand_of(comparison, first.site, row, name) for row, name in zip(at, ("left", "right"), strict=True)]
+    keys = keys_of(comparison, at[0])
     probe = ReplayProbe(site, operands, keys)
     run_again(recipe, probe.sides(), say)
     if not probe.bound:
@@ -153,48 +158,6 @@ def _replay(comparison: Comparison, site: str, folders: tuple[Path, Path], say: 
         if early in turned.outcomes and turned.outcomes[early].names:
             outcomes = turned.outcomes
     return _judged(comparison, first.site, outcomes, at)
-
-
-def _operand(comparison: Comparison, site: int, row: int, name: str) -> Operand:
-    from zkl_debug.beds.replay_probe import Operand
-
-    space, pair = comparison.space, comparison.sites[site]
-    side = int(space.side[row])
-    capture = comparison.b if side else comparison.a
-    frame, phase = int(space.frame[row]), int(space.phase[row])
-    mine = np.flatnonzero((space.side == side) & (space.frame == frame))
-    alike = np.flatnonzero((space.side == side) & (space.phase == phase) & (space.frame != frame))
-    output = _table(comparison, site, side, mine)
-    if not output:
-        raise Refused(
-            f"{pair.name} was captured without its raw bits",
-            "captures at payload level",
-            "zkl-debug capture --bed NAME --level payload --out DIR",
-        )
-    inputs = {}
-    for i, other in enumerate(comparison.sites):
-        if other.parsed.owner == pair.parsed.owner and other.parsed.is_input:
-            inputs[other.name] = {**_table(comparison, i, side, alike), **_table(comparison, i, side, mine)}
-    return Operand(name, str(capture.manifest.get("side", "")), frame, inputs, output)
-
-
-def _table(comparison: Comparison, site: int, side: int, rows: Ints) -> dict[bytes, NDArray[Any]]:
-    """Raw bits of unified rows of one side by row key; rows without bits are left out."""
-    pair, where = comparison.sites[site], comparison.where(site)
-    rows = rows[where.bits[rows]]
-    found = pair.b if side else pair.a
-    if found is None or not len(rows):
-        return {}
-    bits = found.payload(where.at[rows])
-    return dict(zip(_keys(comparison, *rows.tolist()), bits, strict=True))
-
-
-def _keys(comparison: Comparison, *rows: int) -> list[bytes]:
-    from zkl_debug.capture.forcing import row_keys
-
-    space = comparison.space
-    captures = (comparison.a, comparison.b)
-    return [row_keys(captures[int(space.side[r])].rows[[int(space.row[r])]])[0] for r in rows]
 
 
 # ---- the answer -----------------------------------------------------------------------------------------------------
@@ -233,16 +196,19 @@ def _judged(
     outcomes: dict[str, Outcome],
     at: tuple[int, int],
 ) -> ReplayAnswer:
+    from zkl_debug.beds.replay_rows import keys_of
+
     pair = comparison.sites[site]
     first, second = outcomes.values()  # in the order in which the calls ran
     settled: dict[tuple[int, int, int, int], int] = {}
     for i in _pairs_of(comparison, site, at).tolist():
         left, right = int(comparison.pairs.left[i]), int(comparison.pairs.right[i])
-        answer = verdict_of_row(first, second, _keys(comparison, left)[0])
+        answer = verdict_of_row(first, second, keys_of(comparison, left)[0])
         if Kind(int(comparison.done[site].kind[i])) is Kind.PROPAGATED and not _all_in_place(comparison, site, second):
             answer = -1
         settled[_name(comparison, left, right)] = answer
     said = settled.get(_name(comparison, *at), -1)
+    inputs = tuple(sorted(parse_site(name).port for name in first.substituted & second.substituted))
     rows = sum(value >= 0 for value in settled.values())
     where = f"{pair.name} at sample {int(comparison.space.sample[_named(comparison, at)])}"
     if said < 0:
@@ -250,17 +216,18 @@ def _judged(
         return ReplayAnswer(pair.name, status, text=_why_not(comparison, outcomes, at), settled=settled)
     if said == 0:
         text = f"called again, each side's operator gives its own output of {where}; on the other's inputs as well"
-        return ReplayAnswer(pair.name, REPRODUCES, "own", text, rows=rows, settled=settled)
+        return ReplayAnswer(pair.name, REPRODUCES, "own", text, (), rows, inputs, settled)
     state = tuple(second.names[:_NAMED])
     feeds = f"{', '.join(state)} feeds it" if state else "something that changes from call to call feeds it"
     text = f"called again on the same inputs, one side's operator gives the other's output of {where}: {feeds}"
-    return ReplayAnswer(pair.name, REPRODUCES, Kind.UNCAPTURED_STATE.label, text, state, rows, settled)
+    return ReplayAnswer(pair.name, REPRODUCES, Kind.UNCAPTURED_STATE.label, text, state, rows, inputs, settled)
 
 
 def _why_not(comparison: Comparison, outcomes: dict[str, Outcome], at: tuple[int, int]) -> str:
     from zkl_debug.beds.replay_probe import agrees
+    from zkl_debug.beds.replay_rows import keys_of
 
-    key = _keys(comparison, at[0])
+    key = keys_of(comparison, at[0])
     for outcome in outcomes.values():
         operand = outcome.operand
         who = f"{operand.side} (frame {operand.frame})"

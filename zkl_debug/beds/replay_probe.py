@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.beds.ambient import Surroundings, observe, surrounded
+from zkl_debug.beds.replay_pages import Table, write_pages
 from zkl_debug.beds.run import BedContext
 from zkl_debug.capture.api import Capture
 from zkl_debug.capture.experts import get_permutation
@@ -22,8 +23,6 @@ from zkl_debug.capture.layout import RowView, raw_rows
 from zkl_debug.engines.megatron.operators import bindings, entry
 from zkl_debug.engines.patching import patched
 from zkl_debug.schema import SiteKind, parse_site
-
-Table = Mapping[bytes, NDArray[Any]]  # row key -> raw bits
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,9 @@ class Operand:
         name: ``left`` or ``right``.
         side: which side of the bed.
         frame: the forward the row was computed in.
-        inputs: captured rows of each input port: those of this forward, and where it has none any of the same phase.
+        inputs: captured rows of each input port: those of this forward, else of the same phase, else any.
         output: captured rows of the output in this forward.
+        history: for an attention, the row keys of positions 0 .. p of each row of this forward.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Operand:
     frame: int
     inputs: Mapping[str, Table]
     output: Table
+    history: Mapping[bytes, tuple[bytes, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -213,6 +214,7 @@ class ReplayProbe:
         self._running = _Call(call.owner, call.attribute, _clone(call.args), _clone(call.kwargs))
         self._substitute, self._result, self._written = inputs, {}, set()
         try:
+            self._write_pages(inputs)
             entry(call.owner, call.attribute)(*self._running.args, **self._running.kwargs)
         finally:
             self._substitute = None
@@ -220,6 +222,18 @@ class ReplayProbe:
             frame.seen.update(seen)
             frame.scratch.update(scratch)
         return self._result
+
+    def _write_pages(self, inputs: Mapping[str, Table]) -> None:
+        """K and V of the dynamic engine lie in its cache, not in the arguments that taps see as inputs."""
+        frame = self._capture.session.frame
+        ports = [f"{self.parsed.owner}:{port}" for port in ("in.1", "in.2")]
+        if self._running.attribute != "flash_decode_and_prefill" or frame is None:
+            return
+        history = next((o.history for o in self._here()), {})
+        keys = row_keys(frame.rows.rows)
+        tables = inputs.get(ports[0], {}), inputs.get(ports[1], {})
+        if write_pages(self._running.args, self._running.kwargs, frame.rows.slot.tolist(), keys, history, tables):
+            self._written.update(ports)
 
     def _during(self, name: str, view: RowView, rows: NDArray[np.void], source: torch.Tensor) -> None:
         if name == self.site:
