@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from zkl_debug.viz.figures import row_map, site_bars, ulp_histogram
+from zkl_debug.viz.steps import step_map
 
-__all__ = ["row_map", "site_bars", "ulp_histogram"]
+__all__ = ["row_map", "site_bars", "step_map", "ulp_histogram"]
