@@ -53,6 +53,20 @@ def test_linear_in_another_order_is_rounding_and_with_other_weights_is_wrong(dty
     assert referee(case(site, x, stale, stale * 2), double(weight=w)).verdict == "both-wrong"
 
 
+def test_slightly_older_weights_are_wrong_in_bfloat16_though_each_element_could_be_rounding() -> None:
+    x, w = torch.randn(200, 64).bfloat16(), torch.randn(128, 64).bfloat16()
+    old = (w.float() - torch.randn(128, 64) * 1e-2).bfloat16()
+    sound, stale = ((x.float() @ weight.float().t()).bfloat16() for weight in (w, old))
+    ruling = referee(case("output_layer:out", x, sound, stale), double(weight=w))
+    assert ruling.verdict == "right-wrong", ruling.text
+    parts = [a @ b.t() for a, b in zip(x.chunk(8, 1), w.chunk(8, 1), strict=True)]
+    split = parts[0]
+    for part in parts[1:]:
+        split = split + part
+    ruling = referee(case("output_layer:out", x, sound, split), double(weight=w))
+    assert ruling.verdict == "rounding", ruling.text
+
+
 def test_norm_with_another_eps_is_wrong_and_rounding_before_gamma_is_not() -> None:
     x, w = torch.randn(64, 64) * 0.5, torch.rand(64) + 0.5
 

@@ -20,6 +20,11 @@ def linear(x: F64, weight: F64, bias: F64 | None = None) -> Exact:
     return (exact, size) if bias is None else (exact + bias, size + np.abs(bias))
 
 
+def linear_walk(x: F64, weight: F64) -> F64:
+    """Root of the sum of the squared addends of a linear layer [m, n]: how large random addends make a sum."""
+    return np.sqrt((x**2) @ (weight**2).T)
+
+
 def rmsnorm(x: F64, weight: F64, eps: float) -> Exact:
     """x [m, n] / sqrt(mean(x^2) + eps) * weight [n]."""
     exact = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * weight

@@ -27,6 +27,12 @@ _ROOM = {
 }
 _PLAIN = (4.0, 0.0)
 
+_WIDE = ("float32", "float64")
+#: Root mean square error of a narrow linear output, in units of epsilon times the walk of its addends. One rounding
+#: gives 0.29, eight partial sums in the output's dtype 0.67: more than that is another product, such as old weights,
+#: even where every single element could still be rounding.
+_WALK_ROOM = 0.8
+
 Weights = Mapping[str, F64]
 
 
@@ -37,7 +43,7 @@ class Ruling:
     Attributes:
         formula: which formula was used; empty when there is none for the site.
         verdict: ``left-wrong``, ``right-wrong``, ``both-wrong``, ``rounding`` or ``no-ruling``.
-        units: largest error of each side, in units of its dtype's rounding.
+        units: error of each side in units of rounding: the largest one, or the overall one scaled to the limit.
         limit: units that rounding may reach.
         names: what the sides are called.
         rows: rows replayed.
@@ -96,7 +102,7 @@ def referee(e: Evidence, weights: Weights) -> Ruling:
     if e.out is None or not (e.out.left.is_float and e.out.right.is_float):
         return Ruling(name, "no-ruling", reason="the output was captured without its raw bits")
     units: list[float] = []
-    rows, addends = 0, 1
+    rows, addends, limit = 0, 1, 0.0
     for side in (0, 1):
         out = e.out.right if side else e.out.left
         try:
@@ -107,8 +113,10 @@ def referee(e: Evidence, weights: Weights) -> Ruling:
             return Ruling(name, "no-ruling", reason="an input was captured without its raw bits")
         exact, size, at, addends = found
         units.append(distance(out.real[at].reshape(exact.shape), exact, size, out.dtype))
+        limit = limit_of(name, addends, out.dtype)
+        if name == "linear" and out.dtype not in _WIDE:
+            units[-1] = max(units[-1], limit * _overall(e, side, out, exact, weights["weight"]) / _WALK_ROOM)
         rows = len(exact)
-    limit = limit_of(name, addends, e.out.left.dtype)
     return Ruling(name, ruled(units[0], units[1], limit), (units[0], units[1]), limit, e.names, rows)
 
 
@@ -129,12 +137,20 @@ def distance(out: F64, exact: F64, size: F64, dtype: str) -> float:
     return float((error / (epsilon(dtype) * np.maximum(size, np.finfo(np.float32).tiny))).max(initial=0.0))
 
 
+def _overall(e: Evidence, side: int, out: Values, exact: F64, weight: F64) -> float:
+    x = _input(e, side)
+    assert x is not None
+    relative = (out.real - exact) / (epsilon(out.dtype) * np.maximum(formulas.linear_walk(x.real, weight), 1e-30))
+    value = float(np.sqrt((relative**2).mean()))
+    return value if np.isfinite(value) else float("inf")
+
+
 def limit_of(formula: str, addends: int, dtype: str) -> float:
     """Units that rounding may reach for a reduction over so many addends.
 
     Narrow outputs are added up in float32 and rounded a few times at most; only a combine adds in its own dtype.
     """
-    if dtype not in ("float32", "float64"):
+    if dtype not in _WIDE:
         return 1.0 + addends / 2 if formula == "combine" else 2.0
     least, slope = _ROOM.get(formula, _PLAIN)
     return max(least, slope * float(np.sqrt(addends)))
