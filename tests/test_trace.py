@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zkl_debug.capture.rows import padded_rows
 from zkl_debug.capture.source import relative
@@ -98,6 +100,22 @@ def test_composite_operators_are_taken_apart_in_inference_mode() -> None:
             ops = trace.close()
     assert torch.equal(out, plain)
     assert [op.name for op in ops] == ["aten.mm"]
+
+
+def test_another_thread_than_the_one_it_was_entered_in() -> None:
+    """Engines run their steps in a thread of their own where an event loop is running already."""
+    x = torch.randn(12, 16)
+    with OpTrace() as trace:
+
+        def step() -> None:
+            with _disable_current_modes():  # as the probe does
+                trace.open([GRID])
+            torch.mul(x, 2)
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+        assert [op.name for op in trace.close()] == ["aten.mul"]
 
 
 def test_silent_while_closed() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _push_mode
 
 from zkl_debug.capture.layout import dtype_name
 from zkl_debug.capture.rows import FrameRows
@@ -110,7 +111,11 @@ class TracedOp:
 
 
 class OpTrace(TorchDispatchMode):
-    """Records operators between :meth:`open` and :meth:`close`; silent otherwise."""
+    """Records operators between :meth:`open` and :meth:`close`; silent otherwise.
+
+    Modes belong to a thread. Opened in another thread than the one it was entered in, it is put in place there as well,
+    and stays there, silent, until that thread ends.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -119,6 +124,7 @@ class OpTrace(TorchDispatchMode):
         self._places: Sequence[Place] = ()
         self._writers: dict[int, list[int]] = {}
         self._ranges: dict[int, tuple[int, int]] = {}
+        self._threads = {threading.get_ident()}
         self._kept: list[Any] = []  # storages stay alive, so that none takes the address of another
 
     @property
@@ -129,6 +135,9 @@ class OpTrace(TorchDispatchMode):
     def open(self, places: Sequence[Place]) -> None:
         """Start recording, anew when it was started before; the first place is the row of interest."""
         self.close()
+        if threading.get_ident() not in self._threads:
+            self._threads.add(threading.get_ident())
+            _push_mode(self)
         self._places = tuple(places)
 
     def close(self) -> list[TracedOp]:
