@@ -19,6 +19,15 @@ HIDDEN = {"gain": 1.0}
 LAST = {"rows": 0}
 
 
+class State:
+    """A workspace as a program may keep one."""
+
+    gain = 1.0
+
+
+STATE = State()
+
+
 def _norm(x: torch.Tensor, norm: Any, gain: float) -> torch.Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps) * gain
@@ -86,6 +95,28 @@ def gain_closed_over(context: BedContext) -> Iterator[None]:
 
     with patched(torch.nn.RMSNorm, "forward", wrap):
         yield
+
+
+@contextmanager
+def gain_in_object(context: BedContext) -> Iterator[None]:
+    """The combine reads an attribute of an object that lives in a module."""
+    from zkl_debug.engines.megatron import seams
+
+    before = STATE.gain
+    STATE.gain = 1.0 + 2.0**-6 if context.sequences else 1.0
+
+    def wrap(original: Any) -> Any:
+        def combine(*args: Any, **kwargs: Any) -> torch.Tensor:
+            result: torch.Tensor = original(*args, **kwargs) * STATE.gain
+            return result
+
+        return combine
+
+    try:
+        with seams.unpermute(wrap):
+            yield
+    finally:
+        STATE.gain = before
 
 
 def _early_rounding(norm: Any) -> Any:
@@ -184,6 +215,7 @@ TEST_FAULTS = {
         _fault("test-gain-side", gain_on_one_side, ("gen",)),
         _fault("test-gain-resize", gain_after_resize, ("gen", "train")),
         _fault("test-gain-closure", gain_closed_over, ("gen", "train")),
+        _fault("test-gain-object", gain_in_object, ("gen", "train")),
         _fault("test-layer-3", norm_of_layer_3, ("gen",)),
         _fault("test-two", two_faults, ("gen",), model={"layers": 6}),
         _fault("test-masked", rounded_away, ("gen",)),

@@ -1,9 +1,9 @@
 """What surrounds an operator: plain data that code may read without being handed it.
 
-Module globals, class attributes, variables that functions closed over, environment variables, the random generator
-and torch's settings. Code is not data: functions, classes and objects are left alone, so that putting one side's
-surroundings in place never exchanges the operator itself. Only data of the program counts; the standard library and
-installed packages do not, except megatron-core.
+Module globals and what simple objects among them carry, attributes of classes and functions, variables that functions
+closed over, environment variables, the random generator and torch's settings. Code is not data: functions, classes and
+objects are left alone, so that putting one side's surroundings in place never exchanges the operator itself. Only data
+of the program counts; the standard library and installed packages do not, except megatron-core.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,8 +182,27 @@ def _of_namespace(label: str, owner: Any, places: dict[str, Place], functions: l
                 _of_namespace(f"{label}.{name}", value, places, functions)
         elif _is_data(value):
             places[f"{label}.{name}"] = _attribute(owner, name)
+        elif _is_record(value):
+            _of_record(f"{label}.{name}", value, places)
         else:
             functions += _functions_in([value])
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a global is an object that carries data: of a class of the program, and not code itself."""
+    cls = type(value)
+    if callable(value) or isinstance(value, ModuleType | torch.nn.Module) or not hasattr(value, "__dict__"):
+        return False
+    if getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
+        return False
+    module = sys.modules.get(cls.__module__)
+    return cls is SimpleNamespace or (module is not None and _is_program(module))
+
+
+def _of_record(label: str, record: Any, places: dict[str, Place]) -> None:
+    for name, value in list(vars(record).items()):
+        if _is_data(value):
+            places[f"{label}.{name}"] = _attribute(record, name)
 
 
 def _functions_in(values: Iterable[Any], depth: int = 2) -> list[FunctionType]:
@@ -211,6 +230,7 @@ def _of_closures(functions: Iterable[FunctionType], places: dict[str, Place]) ->
         if id(function) in seen or (function.__module__ or "").startswith(_NOT):
             continue
         seen.add(id(function))
+        _of_record(f"{function.__module__}.{function.__qualname__}", function, places)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             value = _cell_value(cell)
             if _is_data(value) and value is not None:

@@ -215,7 +215,8 @@ def _judged(
         status = IMPOSSIBLE if first.error or second.error else FAILS
         return ReplayAnswer(pair.name, status, text=_why_not(comparison, outcomes, at), settled=settled)
     if said == 0:
-        text = f"called again, each side's operator gives its own output of {where}; on the other's inputs as well"
+        also = "on the other's inputs as well" if inputs else "none of its inputs could be put in place"
+        text = f"called again, each side's operator gives its own output of {where}; {also}"
         return ReplayAnswer(pair.name, REPRODUCES, "own", text, (), rows, inputs, settled)
     state = tuple(second.names[:_NAMED])
     feeds = f"{', '.join(state)} feeds it" if state else "something that changes from call to call feeds it"

@@ -208,6 +208,7 @@ class ReplayProbe:
         for name in frame.seen:
             if name.rsplit(":", 1)[0] == base:
                 frame.seen[name] -= 1
+        labels = list(frame.labels)
         calls = frame.scratch.get("rope_calls", {})
         for path in calls:
             calls[path] -= 1
@@ -221,6 +222,7 @@ class ReplayProbe:
             frame.seen.clear()
             frame.seen.update(seen)
             frame.scratch.update(scratch)
+            frame.labels[:] = labels
         return self._result
 
     def _write_pages(self, inputs: Mapping[str, Table]) -> None:

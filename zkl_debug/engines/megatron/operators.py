@@ -15,6 +15,8 @@ _ROUTER = "megatron.core.transformer.moe.router"
 _DISPATCH = "megatron.core.transformer.moe.token_dispatcher"
 _SCORING = "zkl_debug.engines.megatron.scoring"
 
+_SELECTED = ((_SCORING, "select_logprobs"), (_DYNAMIC, "calculate_log_probs_tensors"))
+
 #: operator of a tap -> ("module" or "module:Class", attribute) for each function that may do its work
 _FUNCTIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "rope.q": ((_ATTENTION, "apply_rotary_pos_emb"), (_DYNAMIC, "apply_rotary_emb_query")),
@@ -23,6 +25,8 @@ _FUNCTIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "router.topk": ((_ROUTER, "topk_routing_with_score_function"),),
     "unpermute": ((_DISPATCH, "unpermute"),),
     "log_softmax": ((_SCORING, "log_softmax"), (_DYNAMIC, "_processed_log_probs")),
+    "selected": _SELECTED,
+    "label": _SELECTED,
 }
 
 
