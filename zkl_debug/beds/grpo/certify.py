@@ -37,8 +37,8 @@ class Mix:
     changes: dict[str, object]
 
 
-#: A small prefill budget, late requests and sleep in flight; everything at once; few sequences with long prompts, scored
-#: one by one. With a prefix cache prompts of one group wait for each other and are not split: hence no cache in the
+#: A small prefill budget, late requests and sleep in flight; everything at once; few sequences with long prompts, each
+#: scored alone. With a prefix cache prompts of one group wait for each other and are not split: hence no cache in the
 #: first, and no groups in the last.
 MIXES: tuple[Mix, ...] = (
     Mix("split", {"max_tokens": 128, "prefix_caching": False, "nap": 4, "late": 6}),

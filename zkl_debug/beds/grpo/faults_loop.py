@@ -242,6 +242,7 @@ register(
             "returns_at": 0,
             "prefix_caching": False,
             "max_tokens": 512,
+            "late": 0,  # all prompts at once: together more than 512 tokens
         },
         everywhere=True,
     ),
