@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.beds import BedOptions
-from zkl_debug.beds.bundle import Stored, safetensors, write_bundle
+from zkl_debug.beds.bundle import write_bundle
 from zkl_debug.beds.bundle_script import load
+from zkl_debug.beds.bundle_tensors import Stored, cut_linear, safetensors
 from zkl_debug.beds.record import RecordOptions, record_bed
 from zkl_debug.beds.replay import replay_first
 from zkl_debug.cli.main import main
@@ -152,6 +153,30 @@ def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert float(found["s"]) == 1.5
     with pytest.raises(UsageError, match="complex64"):
         safetensors({"x": Stored(bits, "complex64", (1,))})
+
+
+def test_large_weights_are_cut_to_the_outputs_that_differ() -> None:
+    weight = np.arange(6 * 4, dtype=np.uint32).reshape(6, 4)
+    a = np.zeros((3, 6), np.uint32)
+    b = a.copy()
+    b[:, 4], b[0, 1] = 1, 1
+    tensors = {
+        "in": Stored(np.zeros((3, 4), np.uint32), "float32", (3, 4)),
+        "out/a": Stored(a, "float32", (3, 6)),
+        "out/b": Stored(b, "float32", (3, 6)),
+        "weight/weight": Stored(weight, "float32", (6, 4)),
+        "weight/bias": Stored(weight[:, :1].copy(), "float32", (6,)),
+    }
+    same, kept = cut_linear(tensors, weight.nbytes)
+    assert kept is None
+    assert same == tensors
+    cut, kept = cut_linear(tensors, 2 * 16)
+    assert kept is not None
+    assert kept.tolist() == [1, 4]
+    assert cut["out/b"].bits.tolist() == [[1, 1], [0, 1], [0, 1]]
+    assert np.array_equal(cut["weight/weight"].bits, weight[[1, 4]])
+    assert (cut["weight/weight"].shape, cut["weight/bias"].shape) == ((2, 4), (2,))
+    assert cut["in"] is tensors["in"]
 
 
 @pytest.mark.slow

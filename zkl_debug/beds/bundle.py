@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from zkl_debug.beds.bundle_tensors import Stored, cut_linear, safetensors
 from zkl_debug.beds.rebuild import recipe_of
 from zkl_debug.bits import round_to
 from zkl_debug.diff import diff_captures
@@ -32,29 +30,6 @@ if TYPE_CHECKING:
     from zkl_debug.diff.comparison import Comparison
 
 _BYTES = 4 << 20
-_SAFETENSORS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor as it goes into the file: raw bits with their torch dtype and shape."""
-
-    bits: NDArray[Any]
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -157,7 +132,13 @@ def _written(chosen: Chosen, out: Path, dir_a: Path, dir_b: Path) -> Bundle:
     positions = space.position[named]
     tensors["positions"] = Stored(positions, "int64", positions.shape)
     tensors |= _weights(pair.parsed, dir_a, dir_b, notes)
+    columns = None
+    if formula == "linear":
+        tensors, columns = cut_linear(tensors, _BYTES)
+    if columns is not None:
+        notes.append(f"the weight is large: {len(columns)} of its outputs are here, those that differ most often")
     meta = _metadata(chosen, formula, named, notes)
+    meta["columns"] = None if columns is None else columns.tolist()
     out.mkdir(parents=True, exist_ok=True)
     (out / "tensors.safetensors").write_bytes(safetensors(tensors))
     (out / "metadata.json").write_text(json.dumps(meta, indent=2) + "\n")
@@ -272,28 +253,3 @@ def _weights(site: SiteName, dir_a: Path, dir_b: Path, notes: list[str]) -> dict
             bits = raw_bits(value.reshape(1, -1)).copy()
             found[f"weight/{name}"] = Stored(bits, dtype_name(value), tuple(value.shape))
     return found
-
-
-def safetensors(tensors: Mapping[str, Stored]) -> bytes:
-    """A safetensors file of some tensors.
-
-    Raises:
-        UsageError: a dtype that the format has no name for.
-    """
-    header: dict[str, Json] = {}
-    parts: list[bytes] = []
-    at = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _SAFETENSORS:
-            raise UsageError(f"{name} has dtype {tensor.dtype}", f"one of {', '.join(_SAFETENSORS)}")
-        data = np.ascontiguousarray(tensor.bits).tobytes()
-        header[name] = {
-            "dtype": _SAFETENSORS[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + len(data)],
-        }
-        parts.append(data)
-        at += len(data)
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    return struct.pack("<Q", len(head)) + head + b"".join(parts)

@@ -303,12 +303,13 @@ def show(t: dict[str, Tensor], meta: dict[str, Any], most: int) -> set[tuple[int
     flat_a, flat_b = a.reshape(len(a), -1), b.reshape(len(b), -1)
     digits = 2 * a.element_size()
     mask = (1 << (8 * a.element_size())) - 1
+    columns = meta.get("columns") or range(flat_a.shape[1])  # a large layer is here with some of its outputs only
     for row, element in places[:most]:
         where = meta["rows"][row]
         raw = [int(bits(x)[row, element]) & mask for x in (a, b)]
         values = [float(x[row, element].double()) for x in (flat_a, flat_b)]
         print(
-            f"  row {row} (sample {where['sample']} position {where['position']}) element {element}: "
+            f"  row {row} (sample {where['sample']} position {where['position']}) element {columns[element]}: "
             f"a {values[0]:.9g} 0x{raw[0]:0{digits}x}  b {values[1]:.9g} 0x{raw[1]:0{digits}x}"
         )
     if len(places) > most:
