@@ -47,9 +47,10 @@ class Site:
         meta: the site; ``order`` is its place in execution order.
     """
 
-    def __init__(self, meta: SiteMeta, parts: list[_Part]) -> None:
+    def __init__(self, meta: SiteMeta, parts: list[_Part], shared: dict[Any, NDArray[np.int64]] | None = None) -> None:
         self.meta = meta
         self._parts = parts
+        self._shared = {} if shared is None else shared  # row numbers of the capture's sites, by their check values
         self._starts = np.cumsum([0, *(part.entry.rows for part in parts)])
 
     def __len__(self) -> int:
@@ -57,11 +58,13 @@ class Site:
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        """Capture row of each row of the site, [n] int64."""
-        return _join(
-            [part.reader.site_rows(part.entry).astype(np.int64) + part.base for part in self._parts],
-            np.zeros(0, np.int64),
-        )
+        """Capture row of each row of the site, [n] int64. Sites with the same rows share one array: never write to it."""
+        key = tuple((part.base, part.entry.rows, part.entry.check_row) for part in self._parts)
+        known = self._shared.get(key)
+        if known is None:
+            parts = [part.reader.site_rows(part.entry).astype(np.int64) + part.base for part in self._parts]
+            known = self._shared[key] = _join(parts, np.zeros(0, np.int64))
+        return known
 
     @cached_property
     def digest(self) -> U64:
@@ -221,7 +224,8 @@ def _join_sites(readers: list[SegmentReader], bases: list[int]) -> dict[str, Sit
                 meta = replace(meta, name=f"{owner}@{reader.rank}:{port}")
             found.setdefault(meta.name, (meta, []))[1].append(_Part(reader, entry, base))
     ordered = sorted(found.values(), key=lambda item: item[0].order)
-    return {meta.name: Site(meta, parts) for meta, parts in ordered}
+    shared: dict[Any, NDArray[np.int64]] = {}
+    return {meta.name: Site(meta, parts, shared) for meta, parts in ordered}
 
 
 def _same_layout(a: SiteMeta, b: SiteMeta) -> bool:

@@ -140,6 +140,8 @@ class SegmentReader:
 
     def __init__(self, path: Path, check: str = "") -> None:
         self.path = path
+        self._groups: dict[str, Any] = {}
+        self._known_rows: dict[tuple[str, int], NDArray[np.uint32]] = {}
         if path.is_symlink() or not path.is_file():
             raise CaptureInvalid(f"{path} is not a regular file", "a segment inside the capture folder")
         if path.stat().st_size == 0:
@@ -148,7 +150,8 @@ class SegmentReader:
             self._file = h5py.File(path, "r", locking=False)
         try:
             with refusing(path):
-                self._memory: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
+                # A plain array: every slice of a memmap object would run Python code of its own.
+                self._memory: NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, "r"))
                 self._read(check)
         except BaseException:
             self._file.close()
@@ -156,6 +159,7 @@ class SegmentReader:
 
     def close(self) -> None:
         """Close the file; arrays that were handed out stay valid."""
+        self._groups.clear()
         self._file.close()
 
     def _read(self, check: str) -> None:
@@ -204,17 +208,32 @@ class SegmentReader:
 
     def _dataset(self, name: str) -> Any:
         """Open a dataset by path, following hard links only."""
-        here = self._file.id
-        for part in name.split("/"):
-            key = part.encode()
-            if not isinstance(here, h5g.GroupID) or not here.links.exists(key):
-                raise ValueError(f"{name} is missing")
-            if here.links.get_info(key).type != h5l.TYPE_HARD:
-                raise ValueError(f"{name} is a link, which a capture never has")
-            here = h5py.h5o.open(here, key)
+        folder, _, last = name.rpartition("/")
+        here = self._open(self._group(folder), last, name)
         if not isinstance(here, h5d.DatasetID):
             raise ValueError(f"{name} is not a dataset")
         return here
+
+    def _group(self, path: str) -> Any:
+        """The group of a path. The outermost ones are kept open: thousands of sites lie in one."""
+        if not path:
+            return self._file.id
+        if path not in self._groups:
+            folder, _, last = path.rpartition("/")
+            found = self._open(self._group(folder), last, path)
+            if folder:
+                return found
+            self._groups[path] = found
+        return self._groups[path]
+
+    @staticmethod
+    def _open(here: Any, part: str, name: str) -> Any:
+        key = part.encode()
+        if not isinstance(here, h5g.GroupID) or not here.links.exists(key):
+            raise ValueError(f"{name} is missing")
+        if here.links.get_info(key).type != h5l.TYPE_HARD:
+            raise ValueError(f"{name} is a link, which a capture never has")
+        return h5py.h5o.open(here, key)
 
     def _column(
         self, name: str, dtype: np.dtype[Any], row_shape: tuple[int, ...], rows: int | None = None
@@ -303,11 +322,20 @@ class SegmentReader:
     # Columns of a site. All raise CaptureInvalid, naming the file, when the data is not what was written.
 
     def site_rows(self, entry: SiteEntry) -> NDArray[np.uint32]:
-        """Rows of the segment that the site has, [n] uint32."""
+        """Rows of the segment that the site has, [n] uint32.
+
+        Most sites have the same rows: where the index, which was checked, gives the same 128-bit check value as for a
+        site read before, the rows of that site are given.
+        """
+        key = (entry.check_row, entry.rows)
+        known = self._known_rows.get(key)
+        if known is not None:
+            return known
         with refusing(self.path):
             rows = self._column(f"sites/{entry.index:05d}/row", np.dtype("<u4"), (), entry.rows).all()
             if fold_digest(rows) != entry.check_row or (len(rows) and int(rows.max()) >= len(self.rows)):
                 raise ValueError(f"the row numbers of site {entry.meta.name} are not what was written")
+            self._known_rows[key] = rows
             return rows
 
     def site_digest(self, entry: SiteEntry) -> NDArray[np.uint64]:
