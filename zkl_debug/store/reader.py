@@ -58,7 +58,7 @@ class Site:
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        """Capture row of each row of the site, [n] int64. Sites with the same rows share one array: never write to it."""
+        """Capture row of each row of the site, [n] int64. Sites with equal rows share one array: never write to it."""
         key = tuple((part.base, part.entry.rows, part.entry.check_row) for part in self._parts)
         known = self._shared.get(key)
         if known is None:
