@@ -11,20 +11,35 @@ import click
 from zkl_debug.cli.common import emit_json, stderr, stdout
 from zkl_debug.errors import UsageError
 
+#: What kind of model, and the options it takes.
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "moe": {"experts": 4},
+    "hybrid": {"hybrid": True, "dtype": "fp32", "prefix_caching": False},
+}
+
+
+def model_choice[F: Callable[..., Any]](function: F) -> F:
+    """Add ``--model`` to a click command."""
+    choice = click.option(
+        "--model", type=click.Choice(list(MODELS)), default="dense", show_default=True, help="Layers."
+    )
+    return choice(function)
+
 
 def loop_options(values: dict[str, Any]) -> Any:
     """``GrpoOptions`` of a command's options; those that were not given keep the bed's defaults."""
     from zkl_debug.beds.grpo.options import GrpoOptions
 
-    given = {name: value for name, value in values.items() if value is not None and name != "bed"}
-    return GrpoOptions(**{**given, "stack": given["stack"] == "on"})
+    given = {name: value for name, value in values.items() if value is not None and name not in ("bed", "model")}
+    return GrpoOptions(**{**MODELS[values.get("model") or "dense"], **given, "stack": given["stack"] == "on"})
 
 
 def loop_choices[F: Callable[..., Any]](function: F) -> F:
     """Add the options of a loop to a click command; :func:`loop_options` reads them."""
     for option in reversed(_LOOP):
         function = option(function)
-    return function
+    return model_choice(function)
 
 
 _LOOP: tuple[Callable[[Any], Any], ...] = (

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from zkl_debug.cli.bisect_steps import loop_options
+from zkl_debug.cli.bisect_steps import loop_options, model_choice
 from zkl_debug.cli.common import emit_json, stderr, stdout
 from zkl_debug.errors import UsageError
 
@@ -20,6 +20,7 @@ from zkl_debug.errors import UsageError
     multiple=True,
     help="Only this layout; repeatable. Default: all.",
 )
+@model_choice
 @click.option("--fault", default=None, metavar="ID", help="Put a known defect in (see `zkl-debug beds`).")
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Steps of the longest loop.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default=None)
