@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -90,6 +91,21 @@ def gain_closed_over(context: BedContext) -> Iterator[None]:
     def wrap(_original: Any) -> Any:
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
             return _norm(x, self, workspace[0])
+
+        return forward
+
+    with patched(torch.nn.RMSNorm, "forward", wrap):
+        yield
+
+
+@contextmanager
+def gain_from_iterator(_context: BedContext) -> Iterator[None]:
+    """The norm takes its gain from an iterator, which no copy of plain data can bring back."""
+    gains = itertools.cycle([1.0 + 2.0**-14, 1.0 + 2.0**-13, 1.0 + 3 * 2.0**-14])
+
+    def wrap(_original: Any) -> Any:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            return _norm(x, self, next(gains))
 
         return forward
 
@@ -215,6 +231,7 @@ TEST_FAULTS = {
         _fault("test-gain-side", gain_on_one_side, ("gen",)),
         _fault("test-gain-resize", gain_after_resize, ("gen", "train")),
         _fault("test-gain-closure", gain_closed_over, ("gen", "train")),
+        _fault("test-gain-iterator", gain_from_iterator, ("gen",)),
         _fault("test-gain-object", gain_in_object, ("gen", "train")),
         _fault("test-layer-3", norm_of_layer_3, ("gen",)),
         _fault("test-two", two_faults, ("gen",), model={"layers": 6}),

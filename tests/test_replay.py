@@ -67,6 +67,7 @@ def test_global_that_no_capture_holds_is_uncaptured_state_through_the_command(
     assert replay_faults.HIDDEN == {"gain": 1.0}  # what was exchanged is put back
 
 
+@pytest.mark.slow
 def test_state_that_moves_with_every_call_is_uncaptured_state(tmp_path: Path) -> None:
     document, answer = replayed(tmp_path / "run", "test-gain-resize", dtype="fp32")
     assert (document["first"]["site"], document["first"]["kind"]) == (NORM, "uncaptured-state")
@@ -86,6 +87,15 @@ def test_other_places_of_hidden_inputs(fault: str, bed: str, site: str, tmp_path
     document, answer = replayed(tmp_path / "run", fault, bed)
     assert (document["first"]["site"], document["first"]["kind"]) == (site, "uncaptured-state")
     assert len(answer.state) == 1
+
+
+@pytest.mark.slow
+def test_an_operator_that_cannot_be_reproduced_stays_own_with_the_remark(tmp_path: Path) -> None:
+    document, answer = replayed(tmp_path / "run", "test-gain-iterator", dtype="fp32")
+    assert document["first"]["kind"] == "own"
+    assert document["replay"]["status"] == answer.status == "replay does not reproduce"
+    assert "the kind stays as it was" in document["replay"]["text"]
+    assert answer.kind == ""
 
 
 @pytest.mark.slow
