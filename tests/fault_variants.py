@@ -393,6 +393,53 @@ def zero_rows(t: Tensor) -> Tensor:
     return out
 
 
+def tiles(small: int, large: int, limit: int) -> Any:
+    """Generation's attention adds tiles of keys, of another size when the longest query of the call is short."""
+
+    def tiled(size: int) -> Any:
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            exps, total = attention.key_weights(q, k, scale)
+            probs = exps / total[..., None]
+            weighted = probs[..., None] * attention.padded_heads(v, q.shape[1], probs.shape[-1])[None]
+            blocks = weighted.reshape(*weighted.shape[:2], -1, size, weighted.shape[-1])
+            parts = rowwise.tree_sum(blocks, 3).to(q.dtype)
+            return added(parts.unbind(2))
+
+        return attend
+
+    @contextmanager
+    def breaks(_context: Any) -> Iterator[None]:
+        def varlen(_original: Any) -> Any:
+            def call(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *lengths: int, **kwargs: Any) -> Any:
+                size = small if int(cu_q.diff().max()) <= limit else large
+                return attention.paged_varlen(tiled(size))(None)(q, k, v, cu_q, cu_k, *lengths, **kwargs)
+
+            return call
+
+        with seams.paged_core_attention(varlen, attention.paged_decode(tiled(small))):
+            yield
+
+    return breaks
+
+
+def topk_routing(change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Any:
+    """Another result of the router, from (logits, probabilities, map)."""
+
+    @contextmanager
+    def breaks(_context: Any) -> Iterator[None]:
+        def wrap(original: Any) -> Any:
+            return lambda logits, *args, **kwargs: change(logits, *original(logits, *args, **kwargs))
+
+        with seams.topk_routing(wrap):
+            yield
+
+    return breaks
+
+
+def sigmoid_weights(logits: Tensor, probs: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    return (torch.sigmoid(logits.float()) * chosen).to(probs.dtype), chosen
+
+
 def variant(
     name: str,
     breaks: Any,
@@ -619,6 +666,40 @@ VARIANTS: tuple[Fault, ...] = (
     variant("selected-shift-2", rolled_selection(2), "logprobs/selected:out*", "row-shift", sides=("train",), says="2"),
     variant("selected-shift-minus-1", rolled_selection(-1), "logprobs/selected:out*", "row-shift", sides=("train",)),
     variant("labels-rolled", rolled_labels(-1), "logprobs/label:out*", "label-fault", sides=("train",)),
+    variant("tiles-16-2", tiles(16, 2, 20), _CORE, "reduction-order", rule="^position >= "),
+    variant("all-8-splits", gen_attention(split_keys(8)), _CORE, "reduction-order"),
+    variant("window-40", gen_attention(window(40)), _CORE, "mask-fit", rule="^position >= 40"),
+    variant(
+        "sigmoid-routing",
+        topk_routing(sigmoid_weights),
+        "decoder.layers.1.mlp/router.topk:out.0",
+        "routing-weights",
+        beds=("tiny-moe",),
+        sides=("train",),
+    ),
+    variant("temperature-2-gen", gen_log_softmax_of(lambda t: t / 2), _SOFT, "temperature", says="2"),
+    variant(
+        "final-norm-fp16",
+        module_output("decoder.final_layernorm", rounded(F16)),
+        "decoder.final_layernorm:out",
+        "extra-rounding",
+        dtypes=("fp32",),
+        sides=("train",),
+        says="float16",
+    ),
+    variant(
+        "proj-halved-layer-3",
+        module_output("decoder.layers.3.self_attention.linear_proj", lambda t: t * 0.5),
+        "decoder.layers.3.self_attention.linear_proj:out",
+        "constant-ratio",
+        says=r"0\.5",
+    ),
+    variant(
+        "fc2-clipped",
+        module_output("decoder.layers.0.mlp.linear_fc2", lambda t: t.clamp(-0.5, 0.5)),
+        "decoder.layers.0.mlp.linear_fc2:out",
+        "not-localised|clamp",
+    ),
     *(
         Fault(
             f"old-{path}",

@@ -116,9 +116,11 @@ def build_facts(comparison: Comparison, site: int, chosen: Ints) -> FactTable:
     rows = row_facts(comparison)
     named = named_row(space, left, right)
     sides = side_names(space, left, right)
-    facts = [*_shared(space, rows, named), *_positions(space.position[named])]
+    position = space.position[named]
+    facts = [*_shared(space, rows, named), *_positions(position)]
     for of, index in zip(sides, (left, right), strict=True):
-        facts += _of_row(rows, of, index)
+        # Distances from the start of a chunk or a cached prefix are the position itself where everything starts at 0.
+        facts += [fact for fact in _of_row(rows, of, index) if not np.array_equal(fact.values, position)]
         facts += _neighbours(rows, of, index)
     facts += _experts(comparison, site, left)
     return FactTable(tuple(facts), _units(comparison, site, chosen), sides)

@@ -8,7 +8,7 @@ import numpy as np
 
 from zkl_debug.bits import F64
 from zkl_debug.diff.explain.model import Evidence, Finding, Port, Strength
-from zkl_debug.diff.explain.numeric import common, epsilon, finite_rows, half_widths, ratio_bounds, shown
+from zkl_debug.diff.explain.numeric import common, epsilon, finite_rows, half_widths, ratio_bounds, shortest, shown
 from zkl_debug.diff.model import Bools, Ints
 from zkl_debug.schema import Json
 
@@ -115,8 +115,10 @@ def _constant(e: Evidence, fit: Fit, name: str, what: str) -> Finding:
     }
     sign = "times" if what == "factor" else "plus"
     if fit.by == "all":
-        evidence["value"], evidence["uncertainty"] = shown(float(fit.value[0])), shown(float(fit.width[0]))
-        text = f"{e.side(True)} is {e.side(False)} {sign} {low:.7g} in every element, within rounding"
+        middle, half = float(fit.value[0]), float(fit.width[0]) / 2
+        value = shortest(middle - half, middle + half)
+        evidence["value"], evidence["uncertainty"] = shown(value), shown(2 * half)
+        text = f"{e.side(True)} is {e.side(False)} {sign} {value:.7g} in every element, within rounding"
     else:
         text = f"{e.side(True)} is {e.side(False)} {sign} a constant {_WHERE[fit.by]}, {low:.6g} to {high:.6g}"
     if fit.by == "column":
