@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from zkl_debug.engines.cpu import is_needed, quiet
 
+_MANY_THREADS = 160  # about three worlds
 _owns_process_group = False
 _owns_parallel_state = False
 
@@ -48,7 +51,11 @@ def seed_tracker(seed: int, inference_rng: bool = False) -> None:
 
 
 def close_world() -> None:
-    """Tear down what :func:`ensure_world` set up, and nothing else. Idempotent."""
+    """Tear down what :func:`ensure_world` set up, and nothing else. Idempotent.
+
+    Models hold their process groups and lie in reference cycles, so the threads of a group outlive it until a garbage
+    collection: one is made where they have become many.
+    """
     global _owns_process_group, _owns_parallel_state
     if _owns_parallel_state:
         from megatron.core import parallel_state
@@ -58,6 +65,16 @@ def close_world() -> None:
     if _owns_process_group and dist.is_initialized():
         dist.destroy_process_group()
         _owns_process_group = False
+        if _threads() > _MANY_THREADS:
+            gc.collect()
+
+
+def _threads() -> int:
+    """Threads of this process, those of libraries included; 0 where the system does not say."""
+    try:
+        return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - a count of names is all that is wanted
+    except OSError:
+        return 0
 
 
 @contextmanager
