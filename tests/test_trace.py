@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zkl_debug.capture.rows import padded_rows
 from zkl_debug.capture.source import relative
-from zkl_debug.capture.trace import OpTrace, Place, TracedOp, place_of, value_digest
+from zkl_debug.capture.trace import OpTrace, Place, TracedOp, place_of, triton_launches, value_digest
 
 GRID = Place(s=6, b=2, at=3, sequence=1, queries=6, query=3, position=3, start=0)
 ENGINE = Place(s=8, b=1, at=5, sequence=0, queries=4, query=2, position=2, start=3)
@@ -152,3 +152,28 @@ def test_place_of_a_row() -> None:
 )
 def test_no_machine_paths(file: str, told: str) -> None:
     assert relative(file) == told
+
+
+def test_triton_launches_are_noted_with_the_line_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    jit = pytest.importorskip("triton.runtime.jit")
+    launches: list[object] = []
+
+    def run(kernel: object, *_args: object, **_options: object) -> None:
+        launches.append(kernel)
+
+    monkeypatch.setattr(jit.JITFunction, "run", run)
+
+    def doubled(x_pointer: int) -> None:
+        del x_pointer
+
+    kernel = jit.JITFunction(doubled)
+    before = jit.JITFunction.run
+    with OpTrace() as trace, triton_launches(trace):
+        trace.open([GRID])
+        kernel.run(1, grid=(1,), warmup=False)
+        (op,) = trace.close()
+        kernel.run(1, grid=(1,), warmup=False)
+    assert len(launches) == 2
+    assert op.name == "triton.doubled"
+    assert (op.where.file, op.where.line) == ("tests/test_trace.py", doubled.__code__.co_firstlineno)
+    assert jit.JITFunction.run is before
