@@ -339,6 +339,27 @@ def test_a_derived_cache_that_nobody_refreshed() -> None:
     assert found[0].event.step == 2
 
 
+def test_a_cache_that_is_renewed_before_it_is_read_is_not_blamed() -> None:
+    """Old when the generation begins, but marked: the generation makes it anew and reads no old value."""
+    program = Program()
+    mixer = program.engine.mixer
+    marked = []
+
+    def refit() -> None:
+        Program.refit(program)
+        marked.append(True)
+
+    def decay() -> torch.Tensor:
+        if marked:
+            mixer.cached = -torch.exp(mixer.a_log.detach())
+            marked.clear()
+        return Mixer.decay(mixer)
+
+    program.refit = refit  # type: ignore[method-assign]
+    mixer.decay = decay  # type: ignore[method-assign]
+    assert findings(program, 3) == []
+
+
 def test_without_values_a_derived_cache_is_told_by_age() -> None:
     program = Program()
     for number in range(1, 4):

@@ -58,9 +58,15 @@ def state_findings(moments: Sequence[MomentLike], at: int, values: ValueSource |
         return []
     return [
         *_parameters(history, values),
-        *find_caches(history, values),
+        *find_caches(history, values, _used_until(moments, at)),
         *find_blocks(history),
     ]
+
+
+def _used_until(moments: Sequence[MomentLike], at: int) -> MomentLike | None:
+    """The next moment with state under the same weights, in the same step: what the generation left behind."""
+    now = moments[at]
+    return next((m for m in moments[at + 1 :] if m.state and (m.step, m.version) == (now.step, now.version)), None)
 
 
 def _parameters(history: Sequence[MomentLike], values: ValueSource | None) -> list[StateFinding]:

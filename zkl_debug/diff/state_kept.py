@@ -23,8 +23,13 @@ from zkl_debug.diff.state_values import Match, Source, explain_values
 from zkl_debug.schema import Json, StateRecord
 
 
-def find_caches(history: Sequence[MomentLike], values: ValueSource | None) -> list[StateFinding]:
-    """Caches that are a function of a parameter under an old version, or older than every parameter beside them."""
+def find_caches(
+    history: Sequence[MomentLike], values: ValueSource | None, after: MomentLike | None = None
+) -> list[StateFinding]:
+    """Caches that are a function of a parameter under an old version, or older than every parameter beside them.
+
+    One that is another ``after`` the state was used had been marked for renewal: it was old, but nothing read it so.
+    """
     now = history[-1]
     known = versions(history)
     found = []
@@ -33,6 +38,9 @@ def find_caches(history: Sequence[MomentLike], values: ValueSource | None) -> li
         if not name.startswith(GEN) or not is_derived or not is_read(record):
             continue
         if record.detail.get("shares_storage_with") or _same_everywhere(now, name, record):
+            continue
+        renewed = after.state.get(name) if after is not None else None
+        if renewed is not None and is_read(renewed) and bits_of(renewed) != bits_of(record):
             continue
         path = name.removeprefix(GEN)
         match, strength = _derived(path, record, now, known, values)

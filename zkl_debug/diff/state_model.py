@@ -83,7 +83,7 @@ class StateFinding:
         match: what it is.
         current: the weight version it should belong to.
         role: what ``event`` did: ``changed`` it, ``wrote`` a wrong value, ``left`` it as it was, ``kept`` it though the
-            weights had changed, or ``unknown``.
+            weights had changed, ``reused`` it without a reset, or ``unknown``.
         event: that event.
         strength: ``digest``, ``bytes``, or ``age`` where only the order of changes speaks.
         detail: more facts.
@@ -110,6 +110,7 @@ class StateFinding:
             "wrote": "written by",
             "left": "left as it was by",
             "kept": "kept over",
+            "reused": "given out again in",
             "unknown": "seen at",
         }[self.role]
         event = f"{doing} {self.event.name} of step {self.event.step}" if self.event else "no event explains it"

@@ -81,6 +81,7 @@ def _group(members: tuple[StateFinding, ...], parameters: int) -> Group:
         "wrote": f"written by {event}",
         "left": f"{event} should have changed {'it' if len(members) == 1 else 'them'} and did not",
         "kept": f"kept over {event}, which brought other weights",
+        "reused": f"given out again in {event}",
         "unknown": f"last seen right before {event}" if event else "no event explains it",
     }[first.role]
     return Group(name, f"{who}: {what}; {does}", members)
@@ -90,6 +91,8 @@ def _name(finding: StateFinding) -> str:
     form = finding.match.form
     if form == "freed while in use":
         return "kv-block-freed-in-use"
+    if form == "not zeroed":
+        return "recurrent-state-not-zeroed"
     if finding.kind == "kv":
         return "stale-kv-cache"
     if finding.kind == "cache":
@@ -106,7 +109,13 @@ def _name(finding: StateFinding) -> str:
 
 
 def _plural(kind: str) -> str:
-    return {"parameter": "parameters", "buffer": "buffers", "cache": "derived caches", "kv": "KV blocks"}[kind]
+    return {
+        "parameter": "parameters",
+        "buffer": "buffers",
+        "cache": "derived caches",
+        "kv": "KV blocks",
+        "ssm": "recurrent slots",
+    }[kind]
 
 
 def _expert_text(members: Sequence[StateFinding]) -> str:

@@ -269,6 +269,48 @@ def blocks_freed_at_sleep(loop: GrpoLoop) -> Iterator[None]:
 
 
 @contextmanager
+def slots_not_zeroed(loop: GrpoLoop) -> Iterator[None]:
+    """A recurrent slot is zeroed when it is given out for the first time only."""
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    from zkl_debug.engines.patching import patched
+
+    del loop
+
+    def wrap(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def prepare(self: Any) -> None:
+            seen = vars(self).setdefault("slots_seen", [])
+            new = [s for s in map(int, self._pending_mamba_zeros) if s not in seen]
+            seen.extend(new)
+            self._pending_mamba_zeros[:] = new
+            original(self)
+
+        return prepare
+
+    with patched(DynamicInferenceContext, "_execute_pending_mamba_ops", wrap):
+        yield
+
+
+@contextmanager
+def state_dropped_between_chunks(loop: GrpoLoop) -> Iterator[None]:
+    """Every prefill chunk starts its scan from zero, also one that goes on with a prompt."""
+    import megatron.core.ssm.mamba_mixer as mixer
+
+    from zkl_debug.engines.patching import patched
+
+    del loop
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def scan(*args: Any, initial_states: Any, **kwargs: Any) -> Any:
+            return original(*args, initial_states=initial_states.new_zeros(initial_states.shape), **kwargs)
+
+        return scan
+
+    with patched(mixer, "mamba_chunk_scan_combined_varlen", wrap):
+        yield
+
+
+@contextmanager
 def reused_rows(loop: GrpoLoop) -> Iterator[None]:
     """Prompt log-probs are put into rows of a buffer past the cached part, and handed out from the row's start."""
     import numpy as np

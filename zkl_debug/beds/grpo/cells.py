@@ -15,6 +15,7 @@ from zkl_debug.beds.grpo.side import LocalSide
 from zkl_debug.beds.grpo.watch import Kept
 from zkl_debug.bisect.outcome import Outcome
 from zkl_debug.bisect.steps import Onset, Swap, SwapVerdict, classify_swap, next_steps, swap_cells
+from zkl_debug.capture.image import Image
 from zkl_debug.schema import Json
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class CellRunner:
     def __init__(self, loop: GrpoLoop, kept: Mapping[int, Kept], say: Callable[[str], None]) -> None:
         self.loop, self.kept, self.say = loop, kept, say
         self.done: dict[tuple[str, int, int], Cell] = {}
-        self._fresh: dict[int, LocalSide] = {}
+        self._fresh: dict[int, tuple[LocalSide, Image]] = {}
 
     def cell(self, engine: str, state: int, data: int) -> Cell:
         """The cell, run unless it was run before."""
@@ -89,13 +90,13 @@ class CellRunner:
         self.loop.step, self.loop.version = state, self.kept[state].version
 
     def fresh(self, state: int) -> LocalSide:
-        """A new engine with the trainer's weights of a step. Its prefix cache is emptied before every use."""
+        """An engine with the trainer's weights of a step, as new: it is put back before every use."""
         if state not in self._fresh:
             self.put(state)
-            self._fresh[state] = fresh_engine(self.loop.options, self.loop.layout.trainer)
-        engine = self._fresh[state]
-        if self.loop.options.kv != "recompute":
-            engine.invalidate()
+            engine = fresh_engine(self.loop.options, self.loop.layout.trainer)
+            self._fresh[state] = engine, engine.image()
+        engine, as_new = self._fresh[state]
+        as_new.restore()
         return engine
 
     def _run(self, engine: str, state: int, batch: Batch) -> Cell:

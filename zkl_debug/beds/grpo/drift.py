@@ -25,6 +25,7 @@ from zkl_debug.beds.grpo.watch import LoopValues, LoopWatch
 from zkl_debug.bisect.outcome import Outcome
 from zkl_debug.bisect.steps import Fault, Onset, OnsetStatus, SwapVerdict
 from zkl_debug.diff.state import EventRef, StateFinding, freed_blocks, state_findings
+from zkl_debug.diff.state_values import Match
 from zkl_debug.logprobs.report import analyse
 from zkl_debug.schema import Json
 
@@ -274,7 +275,26 @@ def _state(drift: Drift, watch: LoopWatch, record: StepRecord, runner: CellRunne
             f"{unused} more KV block(s) of old weights can be found by hash; no diverged sequence took them"
         )
     kept = prove_blocks(kept, record, watch, runner)
-    drift.state = sorted([*freed, *kept], key=_weight)
+    drift.state = sorted([*freed, *_leftovers(record, moments[begin]), *kept], key=_weight)
+
+
+def _leftovers(record: StepRecord, generation: Moment) -> list[StateFinding]:
+    """Recurrent slots that held another sequence's state when the diverged sequences of a step began."""
+    event = EventRef(generation.name, generation.step, generation.seq, generation.site)
+    return [
+        StateFinding(
+            f"ssm/slot.{slot:04d}",
+            "ssm",
+            Match("not zeroed"),
+            record.version,
+            "reused",
+            event,
+            "bytes",
+            {"slot": slot, "request": request, "previous": previous},
+        )
+        for request, slot, previous in record.traffic.leftovers
+        if request in record.diverged
+    ]
 
 
 def _weight(finding: StateFinding) -> tuple[int, str]:

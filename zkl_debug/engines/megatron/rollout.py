@@ -55,12 +55,15 @@ class Traffic:
         naps: times the engine slept with requests in flight.
         arrivals: requests submitted while others were decoding.
         graphs: steps that ran a captured CUDA graph.
+        leftovers: (request, slot, request that had the slot before or -1) where a recurrent slot was given to a request
+            and was not zero when its first step ran.
     """
 
     steps: list[tuple[int, int, int, int]] = field(default_factory=list)
     naps: int = 0
     arrivals: int = 0
     graphs: int = 0
+    leftovers: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class RolloutGenerator(DynamicGenerator):
@@ -79,6 +82,10 @@ class RolloutGenerator(DynamicGenerator):
         self.naps: tuple[int, ...] = ()
         self.on_nap: Callable[[], None] = lambda: None
         self.context.add_request = self._noted
+        self._given: list[tuple[int, int]] = []  # (request, recurrent slot), not looked at yet
+        self._had: dict[int, int] = {}  # request that had a recurrent slot last
+        if self.context.is_hybrid_model:
+            self.context._execute_pending_mamba_ops = self._slots_prepared
 
     def reseed(self, seed: int) -> None:
         """Sampling of the next generation starts from ``seed``."""
@@ -140,6 +147,16 @@ class RolloutGenerator(DynamicGenerator):
         self.traffic.steps.append(counts)
         self.traffic.graphs += bool(self.context.using_cuda_graph_this_step())
 
+    def _slots_prepared(self) -> None:
+        """mcore zeroes new recurrent slots right before a step; those that are not zero then hold someone's state."""
+        context = self.context
+        type(context)._execute_pending_mamba_ops(context)
+        for request, slot in self._given:
+            if bool(context.mamba_ssm_states[:, slot].any()) or bool(context.mamba_conv_states[:, slot].any()):
+                self.traffic.leftovers.append((request, slot, self._had.get(slot, -1)))
+            self._had[slot] = request
+        self._given.clear()
+
     def _note_growth(self) -> None:
         """Blocks that requests in flight were given since they were last looked at."""
         known = {use.request: use for use in self.uses}
@@ -163,6 +180,8 @@ class RolloutGenerator(DynamicGenerator):
         blocks = tuple(int(b) for b in context.request_to_kv_block_ids[slot][:count].tolist())
         cached = (int(req.num_cached_tokens) - cached_before) // size
         request, first = int(req.request_id), -(-before // size)
+        if context.is_hybrid_model and before == 0:
+            self._given.append((request, int(context.mamba_metadata.request_to_mamba_state_idx[slot])))
         others = _holders(table, blocks[first + cached :], request)
         self.uses.append(BlockUse(request, blocks, cached, first, before, length, len(req.prompt_tokens), *others))
         return result
