@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -96,6 +97,20 @@ def test_every_answer_can_be_scored() -> None:
         answer = fault.answer
         assert answer.verdict != "diverged" or (answer.sites and answer.kind and answer.names and answer.rule_says)
         assert answer.verdict != "refused" or answer.names
+
+
+def test_interrupted_it_tells_what_is_done(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_all(*_args: object) -> Iterator[Score]:
+        yield score()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zkl_debug.bench.faults_bench.run_all", run_all)
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "faults", "--json"])
+    made = json.loads(capfd.readouterr().out)
+    assert stop.value.code == 5
+    assert not made["complete"]
+    assert len(made["cases"]) == 1
 
 
 def test_the_command_on_one_fault(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,7 +29,7 @@ _WRONG_LINES = 20
 def command(seeds: int, dtype: str, faults: tuple[str, ...], clean: int, of_loop: bool, as_json: bool) -> int:
     """Put every known fault in, diagnose it, and compare with its known answer.
 
-    Exit code 0 when all goals are met, else 1.
+    Exit code 0 when all goals are met, else 1; 5 when it was interrupted, after the scores so far.
     """
     if of_loop:
         from zkl_debug.cli import bench_loop
@@ -49,13 +50,19 @@ def command(seeds: int, dtype: str, faults: tuple[str, ...], clean: int, of_loop
             if not console.is_terminal:
                 console.print(text)
 
-        for done in faults_bench.run_all(chosen, clean, dtypes, say):
-            scores.append(done) if isinstance(done, scoreboard.Score) else runs.append(done)
-    document = scoreboard.document(scores, runs, time.monotonic() - started)
+        whole = False
+        with suppress(KeyboardInterrupt):
+            for done in faults_bench.run_all(chosen, clean, dtypes, say):
+                scores.append(done) if isinstance(done, scoreboard.Score) else runs.append(done)
+            whole = True
+    document = {**scoreboard.document(scores, runs, time.monotonic() - started), "complete": whole}
     if as_json:
         emit_json(document)
     else:
         _print(scores, document)
+    if not whole:
+        console.print(f"interrupted after {len(scores)} of {len(chosen)} faults and {len(runs)} of {clean} clean runs")
+        return int(ExitCode.BUDGET)
     return int(ExitCode.OK if document["passed"] else ExitCode.DIVERGED)
 
 
