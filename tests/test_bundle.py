@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from zkl_debug.beds.bundle_script import load
 from zkl_debug.beds.bundle_tensors import Stored, cut_linear, safetensors
 from zkl_debug.beds.record import RecordOptions, record_bed
 from zkl_debug.beds.replay import replay_first
+from zkl_debug.beds.ruling import rule_first
 from zkl_debug.cli.main import main
 from zkl_debug.diff import diff_captures
 from zkl_debug.errors import Refused, UsageError
@@ -125,6 +127,17 @@ def test_combine_called_again_stays_own(combine: Path) -> None:
     verdict = diff_captures(combine / "train", combine / "gen")
     answer = replay_first(verdict, combine / "train", combine / "gen")
     assert (answer.site, answer.status, answer.kind) == (COMBINE, "reproduces", "own")
+
+
+def test_captures_without_their_bed_are_judged_and_bundled_but_not_replayed(combine: Path, tmp_path: Path) -> None:
+    a, b = (Path(shutil.copytree(combine / side, tmp_path / side)) for side in ("train", "gen"))
+    verdict = diff_captures(a, b)
+    assert replay_first(verdict, a, b).status == "not possible"
+    ruling = rule_first(verdict, a, b)
+    assert (ruling.formula, ruling.verdict) == ("combine", "rounding"), ruling.text
+    done = write_bundle(a, b, tmp_path / "bundle")
+    assert "weights are not in the bundle" in " ".join(done.notes)
+    assert run_alone(done.folder).returncode == 0  # a combine has none
 
 
 def test_what_cannot_be_bundled_is_refused(combine: Path, tmp_path: Path) -> None:
