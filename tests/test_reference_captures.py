@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from zkl_debug.diff import diff_captures
+from zkl_debug.store.reader import open_capture
 
 REFERENCE = Path(__file__).parent.parent / "captures" / "reference"
 
@@ -36,3 +39,41 @@ def test_greedy_tokens_part_between_the_two_runs_and_that_is_said_first() -> Non
     assert verdict.exit_code == 3
     assert document["refusal"]["code"] == "token-ids-differ"
     assert document["first"] is None
+
+
+@pytest.mark.parametrize(("name", "slots"), [("on", [1, 8]), ("off", [1, 2, 4, 8])])
+def test_decode_in_cuda_graphs_was_recorded_at_every_site(name: str, slots: list[int]) -> None:
+    with open_capture(REFERENCE / f"h200-gpt-te-graphs-{name}" / "gen") as capture:
+        facts = capture.manifest["graphs"]
+        decode = capture.frames["phase"] == 2
+        assert set(capture.frames["graph"][decode].tolist()) <= set(slots)
+        assert (capture.frames["graph"][~decode] == -1).all()
+    assert facts["slots"] == slots
+    assert facts["replays"] == 2 * int(decode.sum())  # a graph a layer
+    assert facts["replays_out_of_reach"] == facts["replays_without_rows"] == 0
+    assert facts["sites_graph"] == facts["sites_eager"] == 77
+    assert facts["only_eager"] == facts["out_of_reach"] == {}
+
+
+def test_with_cuda_graphs_the_stack_is_identical_and_without_it_the_gemm_differs() -> None:
+    on, off = (REFERENCE / f"h200-gpt-te-graphs-{name}" for name in ("on", "off"))
+    document = diff_captures(on / "train", on / "gen").to_json()
+    assert document["verdict"] == "identical"
+    assert document["claim"] == {"equality": "digest", "scope": "all-sites", "repeats": 2}
+    assert document["edges"]["prefill-decode"] == {**document["edges"]["prefill-decode"], "compared": 126}
+    document = diff_captures(off / "train", off / "gen").to_json()
+    assert document["verdict"] == "diverged"
+    assert document["first"]["site"] == "decoder.layers.0.mlp.linear_fc2:out"
+    assert document["edges"]["score-prefill"]["mismatched"] == 240
+    assert document["edges"]["prefill-decode"]["mismatched"] == 0
+
+
+def test_a_flash_attention_that_does_not_know_the_window_is_found_in_core_attention_on_every_row() -> None:
+    folder = REFERENCE / "h200-gpt-te-t1"
+    document = diff_captures(folder / "train", folder / "gen").to_json()
+    assert document["verdict"] == "diverged"
+    assert document["first"]["site"] == "decoder.layers.0.self_attention.core_attention:out"
+    assert document["first"]["kind"] == "own"
+    assert document["edges"]["score-prefill"]["mismatched"] == document["edges"]["score-prefill"]["compared"] == 567
+    assert document["edges"]["prefill-decode"]["mismatched"] == 0  # generation agrees with itself: training is alone
+    assert document["affected"]["rule"]["text"] == "every row"

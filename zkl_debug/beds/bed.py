@@ -182,6 +182,11 @@ class BedOptions:
             )
         if self.graphs and not known.on_gpu:
             raise UsageError(f"bed {self.bed} has no CUDA graphs", "a bed of a GPU", "zkl-debug beds")
+        if self.graphs and known.experts:
+            raise UsageError(
+                f"bed {self.bed} has no CUDA graphs: its all-to-all dispatcher reads expert counts on the host",
+                "--no-graphs",
+            )
         wrong = [s for s in self.sides if s not in SIDES]
         if wrong or not self.sides:
             raise UsageError(f"sides {', '.join(self.sides) or 'none'}", f"some of {', '.join(SIDES)}")
