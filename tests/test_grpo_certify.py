@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from zkl_debug.beds.grpo import certify as gate
-from zkl_debug.beds.grpo.certify import Certificate, Run, certificate, certify
+from zkl_debug.beds.grpo import gate
 from zkl_debug.beds.grpo.drift import Drift
 from zkl_debug.beds.grpo.edges import Edge, edges_of, merged
 from zkl_debug.beds.grpo.faults_loop import LOOP_FAULTS
+from zkl_debug.beds.grpo.gate import Certificate, Run, certificate, certify
 from zkl_debug.beds.grpo.loop import open_loop
 from zkl_debug.beds.grpo.options import GrpoOptions
 from zkl_debug.cli.main import main

@@ -34,7 +34,7 @@ def command(layouts: tuple[str, ...], as_json: bool, **values: Any) -> int:
 
     Exit code: 0 zero, 1 mismatch (with its cause), 3 when an edge that the configuration has was not crossed.
     """
-    from zkl_debug.beds.grpo.certify import certificate, certify
+    from zkl_debug.beds.grpo.gate import certificate, certify
     from zkl_debug.beds.grpo.options import LAYOUTS
 
     if values["bed"] != "grpo":
