@@ -271,9 +271,7 @@ def blocks_freed_at_sleep(loop: GrpoLoop) -> Iterator[None]:
 @contextmanager
 def slots_not_zeroed(loop: GrpoLoop) -> Iterator[None]:
     """A recurrent slot is zeroed when it is given out for the first time only."""
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-
-    from zkl_debug.engines.patching import patched
+    from zkl_debug.engines.megatron import seams
 
     del loop
 
@@ -287,16 +285,14 @@ def slots_not_zeroed(loop: GrpoLoop) -> Iterator[None]:
 
         return prepare
 
-    with patched(DynamicInferenceContext, "_execute_pending_mamba_ops", wrap):
+    with seams.recurrent_slots(wrap):
         yield
 
 
 @contextmanager
 def state_dropped_between_chunks(loop: GrpoLoop) -> Iterator[None]:
     """Every prefill chunk starts its scan from zero, also one that goes on with a prompt."""
-    import megatron.core.ssm.mamba_mixer as mixer
-
-    from zkl_debug.engines.patching import patched
+    from zkl_debug.engines.megatron import seams
 
     del loop
 
@@ -306,7 +302,7 @@ def state_dropped_between_chunks(loop: GrpoLoop) -> Iterator[None]:
 
         return scan
 
-    with patched(mixer, "mamba_chunk_scan_combined_varlen", wrap):
+    with seams.prefill_scan(wrap):
         yield
 
 

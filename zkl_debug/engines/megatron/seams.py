@@ -158,6 +158,24 @@ def add_request(wrap: Wrap) -> Iterator[None]:
 
 
 @contextmanager
+def recurrent_slots(wrap: Wrap) -> Iterator[None]:
+    """``DynamicInferenceContext._execute_pending_mamba_ops(self)``: zeroes new recurrent slots right before a step."""
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    with patched(DynamicInferenceContext, "_execute_pending_mamba_ops", wrap):
+        yield
+
+
+@contextmanager
+def prefill_scan(wrap: Wrap) -> Iterator[None]:
+    """``mamba_chunk_scan_combined_varlen(..., initial_states=...)`` as the mixer calls it in prefill."""
+    import megatron.core.ssm.mamba_mixer as mixer
+
+    with patched(mixer, "mamba_chunk_scan_combined_varlen", wrap):
+        yield
+
+
+@contextmanager
 def mamba_version(version: str) -> Iterator[None]:
     """``megatron.core.utils.get_mamba_version()`` answers ``version`` without an import."""
     import megatron.core.utils as utils
