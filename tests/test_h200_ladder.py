@@ -51,6 +51,18 @@ def test_with_a_batch_invariant_gemm_alone_the_first_difference_moves_to_attenti
     assert found["cublas-workspace"].site_alone == "decoder.layers.0.mlp.linear_fc2:out"
 
 
+def test_the_figure_draws_each_configuration_once_and_refuses_to_draw_nothing() -> None:
+    from zkl_debug.viz import ladder_map
+
+    runs = [({"a"}, "mismatch"), ({"a", "b"}, "zero"), ({"a"}, "mismatch"), ({"b"}, "error")]
+    figure = ladder_map(runs, ["a", "b"])
+    cells = figure.axes[0].collections[0].get_array()
+    assert cells is not None
+    assert cells.reshape(2, -1).tolist() == [[1, 2], [1, 0]]
+    with pytest.raises(UsageError, match="nothing to draw"):
+        ladder_map([({"b"}, "error")], ["b"])
+
+
 def test_another_file_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"body": {"format": "something"}}\n')
