@@ -25,10 +25,10 @@ def crossed(options: GrpoOptions, steps: int) -> dict[str, Edge]:
         return {edge.name: edge for edge in edges_of(options, loop.run(steps))}
 
 
-def cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
+def cli(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
     with pytest.raises(SystemExit) as stop:
         main([*words, "--json"])
-    return int(stop.value.code or 0), json.loads(capsys.readouterr().out)
+    return int(stop.value.code or 0), json.loads(capfd.readouterr().out)
 
 
 # ---- edges --------------------------------------------------------------------------------
@@ -107,10 +107,10 @@ def test_a_sequence_that_differs_only_in_company_is_seen(monkeypatch: pytest.Mon
 
 
 def test_a_fault_fails_with_its_cause_and_the_gate_stops_there(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "MIXES", gate.MIXES[::-1][1:])
-    code, document = cli(capsys, "certify", "--fault", "W3")
+    code, document = cli(capfd, "certify", "--fault", "W3")
     assert (code, document["verdict"]) == (1, "mismatch")
     assert len(document["runs"]) == 1
     cause = document["causes"][0]
@@ -120,8 +120,8 @@ def test_a_fault_fails_with_its_cause_and_the_gate_stops_there(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_whole_gate_passes(capsys: pytest.CaptureFixture[str], dtype: str) -> None:
-    code, document = cli(capsys, "certify", "--dtype", dtype)
+def test_the_whole_gate_passes(capfd: pytest.CaptureFixture[str], dtype: str) -> None:
+    code, document = cli(capfd, "certify", "--dtype", dtype)
     assert (code, document["verdict"], document["causes"]) == (0, "zero", [])
     assert len(document["runs"]) == 9
     assert document["edges"]["not_crossed"] == []
@@ -129,16 +129,16 @@ def test_the_whole_gate_passes(capsys: pytest.CaptureFixture[str], dtype: str) -
 
 
 @pytest.mark.slow
-def test_the_gate_does_not_pass_without_the_stack(capsys: pytest.CaptureFixture[str]) -> None:
-    code, document = cli(capsys, "certify", "--stack", "off", "--layout", "colocated-shared")
+def test_the_gate_does_not_pass_without_the_stack(capfd: pytest.CaptureFixture[str]) -> None:
+    code, document = cli(capfd, "certify", "--stack", "off", "--layout", "colocated-shared")
     assert code == 1
     assert document["causes"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LOOP_FAULTS if name != "Z0"])
-def test_every_fault_fails_with_a_named_cause(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    code, document = cli(capsys, "certify", "--fault", name)
+def test_every_fault_fails_with_a_named_cause(capfd: pytest.CaptureFixture[str], name: str) -> None:
+    code, document = cli(capfd, "certify", "--fault", name)
     assert code == 1
     assert document["causes"][0]["name"] not in ("", "undecided")
     assert document["causes"][0]["text"]

@@ -18,10 +18,10 @@ from zkl_debug.cli.main import main
 from zkl_debug.errors import ExitCode, UsageError
 
 
-def cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+def cli(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     with pytest.raises(SystemExit) as stop:
         main(list(words))
-    return int(stop.value.code or 0), capsys.readouterr().out
+    return int(stop.value.code or 0), capfd.readouterr().out
 
 
 # ---- the flagship --------------------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ def test_the_judge_counts_any_blame_of_a_clean_loop() -> None:
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 
-def test_watch_stops_at_the_first_bad_step_and_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_stops_at_the_first_bad_step_and_prints_one_document(capfd: pytest.CaptureFixture[str]) -> None:
     words = ("watch", "--fault", "W3", "--layout", "colocated-inference-model", "--groups", "4", "--json")
-    code, out = cli(capsys, *words)
+    code, out = cli(capfd, *words)
     found = json.loads(out)
     assert code == 0
     assert (found["format"], found["verdict"], found["onset"]["step"]) == ("zkl-steps", "found", 2)
@@ -148,15 +148,15 @@ def test_watch_stops_at_the_first_bad_step_and_prints_one_document(capsys: pytes
     assert found["cost"]["watch"]["snapshots"] > 0
 
 
-def test_bisect_steps_of_a_clean_loop(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = cli(capsys, "bisect", "steps", "--steps", "2", "--groups", "4")
+def test_bisect_steps_of_a_clean_loop(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out = cli(capfd, "bisect", "steps", "--steps", "2", "--groups", "4")
     assert code == 0
     assert "clean" in out
     assert "every generated token bitwise equal" in out
 
 
-def test_beds_lists_the_loop(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = cli(capsys, "beds", "--json")
+def test_beds_lists_the_loop(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out = cli(capfd, "beds", "--json")
     listed = json.loads(out)
     assert code == 0
     assert next(b for b in listed["beds"] if b["name"] == "grpo")["faults"] == list(LOOP_FAULTS)
