@@ -88,6 +88,16 @@ def test_one_more_rounding_is_told_of_the_nearest_result() -> None:
     assert roundings(found.right, found.matched[1]) == ()
 
 
+def test_a_part_of_a_common_result_is_no_divergence_unless_it_is_another_rows() -> None:
+    """One side splits what the other reads in place."""
+    wide = Op(0, "mm", slices=(frozenset("w"),), values={"w": VALUES["a"]})
+    part = Op(1, "aten.clone", inputs=(0,), slices=(frozenset("p"),), values={"p": VALUES["a"][4:12]})
+    other = Op(1, "aten.clone", inputs=(0,), slices=(frozenset("p"),), values={"p": VALUES["b"][4:12]})
+    left, right = op(2, "exp", "c", (1,)), op(1, "exp", "d", (0,))
+    assert align([wide, part, left], [wide, right]).first == (left, right)
+    assert align([wide, other, left], [wide, right]).first == (other, right)
+
+
 def test_every_row_must_agree() -> None:
     """An equal value in the first row alone is chance."""
     one = Op(0, "mul", slices=(frozenset("a"), frozenset("b")), values={"a": VALUES["a"]})

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zkl_debug.capture.rows import padded_rows
@@ -71,8 +72,25 @@ def test_only_the_sequence_of_the_row_is_related() -> None:
     assert ("aten.exp", (4, 16)) in related
     assert ("aten.exp", (3, 16)) not in related
     assert related[-1][0] == "aten.sum"
+    assert [shape for name, shape in related if name == "aten.copy_"] == [(4, 16)]
+    writer = next(op.index for op in ops if op.name == "aten.copy_" and op.related)
+    assert writer in ops[-1].inputs
+    assert not any(ops[i].name == "aten.copy_" and not ops[i].related for i in ops[-1].inputs)
     exp = next(op for op in ops if op.name == "aten.exp" and op.related)
     assert digest(x[5].exp()) in exp.slices[0]
+
+
+def test_a_cache_does_not_relate_the_rows_of_others() -> None:
+    """What one sequence reads from a cache has nothing to do with the row of another that was written into it."""
+    x, cache = torch.randn(8, 16), torch.zeros(100, 16)
+
+    def run() -> Tensor:
+        cache[40:48] = x * 2
+        other = cache[44:50].index_select(0, torch.tensor([1, 3])).exp()
+        return x + 1 + other.sum()
+
+    ops = traced(ENGINE, run)
+    assert [op.name for op in ops if op.related] == ["aten.mul", "aten.copy_", "aten.add", "aten.add"]
 
 
 def test_views_are_left_out_and_sources_are_told() -> None:

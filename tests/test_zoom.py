@@ -47,6 +47,20 @@ def test_unfused_attention_against_the_paged_reference(off: Path) -> None:
     assert "aten._softmax" in [op.name for op in found.aligned.left]
 
 
+@pytest.mark.slow
+def test_a_whole_layer_names_the_same_operator(off: Path) -> None:
+    """The generation side splits q, K and V elsewhere, goes through a cache, and through other sequences as well."""
+    found = zoom(off / "train", off / "gen", "decoder.layers.0:out")
+    left, right = found.aligned.first
+    assert left is not None
+    assert right is not None
+    assert (left.name, right.name) == ("aten.baddbmm", "aten.bmm")
+    assert right.file == "zkl_debug/engines/paged_attention.py"
+    assert len(found.aligned.anchors) > 15
+    assert found.aligned.relation is not None
+    assert found.aligned.relation.equal_after == "bfloat16"
+
+
 @pytest.mark.parametrize(
     ("site", "found"),
     [

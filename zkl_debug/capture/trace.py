@@ -124,6 +124,7 @@ class OpTrace(TorchDispatchMode):
         self._places: Sequence[Place] = ()
         self._writers: dict[int, list[int]] = {}
         self._ranges: dict[int, tuple[int, int]] = {}
+        self._created: set[int] = set()  # storages that are results of operators in the window
         self._threads = {threading.get_ident()}
         self._kept: list[Any] = []  # storages stay alive, so that none takes the address of another
 
@@ -144,7 +145,7 @@ class OpTrace(TorchDispatchMode):
         """Stop recording; the operators so far, which are forgotten here."""
         ops = self.ops
         self.ops, self._places = [], ()
-        self._writers, self._ranges, self._kept = {}, {}, []
+        self._writers, self._ranges, self._created, self._kept = {}, {}, set(), []
         return ops
 
     def __torch_dispatch__(
@@ -177,11 +178,9 @@ class OpTrace(TorchDispatchMode):
             read.update(writers)
             if key not in self._ranges and not writers:
                 self._note_range(tensor)
-            span = self._ranges.get(key)
-            if span is not None:
-                low, high = _extent(tensor)
-                related |= low < span[1] and span[0] < high
-            else:
+            if key in self._ranges:
+                related |= self._covers(tensor)
+            elif key in self._created:  # a cache that was there before holds other rows as well
                 related |= any(self.ops[i].related for i in writers)
         return tuple(sorted(read)), related
 
@@ -192,12 +191,20 @@ class OpTrace(TorchDispatchMode):
         index = len(self.ops)
         op = TracedOp(index, _name(func), dtype_name(first), tuple(first.shape), where(), inputs, related=related)
         self.ops.append(op)
-        written = [t for t, changed in zip(args, _written(func, len(args)), strict=False) if changed]
+        written = list(_tensors(t for t, changed in zip(args, _written(func, len(args)), strict=False) if changed))
+        if written and any(t.untyped_storage().data_ptr() in self._ranges for t in written):
+            op.related = related = any(self._covers(t) for t in written)
+            if not related:  # it writes the rows of others into a tensor that has the row's as well
+                return
+        ours = {t.untyped_storage().data_ptr() for t in written}
         for tensor in _tensors((result, *written)):
             storage = tensor.untyped_storage()
+            key = storage.data_ptr()
             self._kept.append(storage)
-            self._writers.setdefault(storage.data_ptr(), []).append(index)
-            if storage.data_ptr() not in self._ranges:
+            self._writers.setdefault(key, []).append(index)
+            if key not in ours:
+                self._created.add(key)
+            if key not in self._ranges:
                 self._note_range(tensor)
         if first.is_floating_point() and first.numel() and related:
             for number, place in enumerate(self._places):
@@ -205,6 +212,12 @@ class OpTrace(TorchDispatchMode):
                 op.slices.append(frozenset(found))
                 if number == 0:
                     op.values = found
+
+    def _covers(self, tensor: Tensor) -> bool:
+        """Whether a tensor looks at the first row's bytes of its storage, where these are known."""
+        span = self._ranges.get(tensor.untyped_storage().data_ptr())
+        low, high = _extent(tensor)
+        return span is not None and low < span[1] and span[0] < high
 
     def _note_range(self, tensor: Tensor) -> None:
         """Which bytes of a storage are the first row's, where its rows lie one behind the other."""

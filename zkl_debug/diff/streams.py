@@ -24,6 +24,16 @@ Inputs = Sequence[frozenset[str]]
 INPUT = -1
 
 
+#: Operators that move values and compute none.
+MOVES = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("clone", "copy_", "cat", "stack", "index", "index_select", "index_put", "index_put_", "gather", "zeros_like"),
+        *("new_zeros", "zeros", "empty", "empty_like", "full", "fill_", "constant_pad_nd", "flip", "roll", "repeat"),
+    )
+)
+
+
 @dataclass(frozen=True)
 class Op:
     """One operator of a stream.
@@ -174,8 +184,23 @@ def _first(ops: Sequence[Op], matched: Mapping[int, int]) -> Op | None:
     for op in reversed(ops):
         if op.index in matched or op.index in rejoins:
             rejoins.update(op.inputs)
-    unexplained = [op for op in ops if op.slices and op.slices[0] and op.index not in matched]
-    return next((op for op in unexplained if op.index not in rejoins), None)
+    common: dict[int, Op] = {}  # operators whose values are the other side's too, moved at most
+    for op in ops:
+        has_value = bool(op.slices and op.slices[0])
+        if op.index in matched or (op.name in MOVES and has_value and _moved(op, common)):
+            common[op.index] = op
+        elif has_value and op.index not in rejoins:
+            return op
+    return None
+
+
+def _moved(op: Op, common: Mapping[int, Op]) -> bool:
+    """Whether an operator only holds values that the row has in what it read, and those are common."""
+    read = [values for index in op.inputs if index in common for values in common[index].values.values()]
+    if not read:
+        return False
+    known = np.concatenate(read)
+    return any(bool(np.isin(values, known).all()) for values in op.values.values())
 
 
 def _relation(
@@ -241,16 +266,6 @@ def _rounding(one: F64, two: F64, left: str, right: str) -> tuple[str, str]:
             if bool((np.sort(rounded(plain, name)) == odd).all()):
                 return name, f"the {words} rounded once to {name}, in all {len(odd)} values"
     return "", ""
-
-
-#: Operators that move values and compute none.
-MOVES = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("clone", "copy_", "cat", "stack", "index", "index_select", "index_put", "index_put_", "gather", "zeros_like"),
-        *("new_zeros", "zeros", "empty", "empty_like", "full", "fill_", "constant_pad_nd", "flip", "roll", "repeat"),
-    )
-)
 
 
 def roundings(ops: Sequence[Op], matched: Mapping[int, int]) -> tuple[Op, ...]:
