@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
+import re
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -20,7 +23,9 @@ REQUIRED = {"torch": "torch", "megatron-core": "megatron.core", "h5py": "h5py", 
 OPTIONAL = {
     "transformer_engine": "transformer_engine",
     "flash_attn": "flash_attn",
+    "flash-attn-3": "flash_attn_3",
     "flash-attn-4": "flash_attn.cute",
+    "nvidia-cutlass-dsl": "cutlass",
     "flashinfer-python": "flashinfer",
     "triton": "triton",
     "mamba_ssm": "mamba_ssm",
@@ -52,7 +57,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at the interpreter, packages, device and environment; runs no model."""
-    return [*_python(), *_packages(), *_bad_pairs(), *_device(), *_environment(), *_disk()]
+    return [*_python(), *_packages(), *_bad_pairs(), *_device(), *_attention(), *_environment(), *_disk()]
 
 
 def _python() -> list[Finding]:
@@ -115,8 +120,11 @@ def _device() -> list[Finding]:
     threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     found = [Finding("ok", "cpu", f"{platform.machine()}, {threads}")]
     if not torch.cuda.is_available():
+        if driver_version():
+            found.append(Finding("warn", "driver", f"{driver_version()}, yet torch sees no GPU"))
         found.append(Finding("note", "gpu", "none: megatron-core runs through the CPU backend (reference attention)"))
         return found
+    found.append(Finding("ok", "driver", f"{driver_version() or 'unknown'}, CUDA {torch.version.cuda}"))
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
         found.append(Finding("ok", f"gpu {index}", f"{p.name}, SM {p.major}{p.minor}, {p.total_memory >> 30} GiB"))
@@ -124,6 +132,64 @@ def _device() -> list[Finding]:
             text = f"SM {p.major}{p.minor}: the zero-mismatch presets ask for SM 100; what needs it is untestable here"
             found.append(Finding("note", f"gpu {index}", text))
     return found
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA kernel driver, or None."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module\S*\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", text)
+    return found.group(1) if found else None
+
+
+def _attention() -> list[Finding]:
+    """Which FlashAttention each side can call, as megatron-core and Transformer Engine say where there is a GPU."""
+    if _version("torch") is None:
+        return []
+    import torch
+
+    if not torch.cuda.is_available() or _version("megatron-core") is None:
+        return []
+    answer, problem = _ask_attention()
+    if answer is None:
+        return [Finding("note", "attention", f"megatron-core could not be asked: {problem}")]
+    gen = [name for name, there in answer["gen"].items() if there]
+    train = [f"{name} {version}" for name, version in answer["train"].items() if version]
+    found = [Finding("ok", "attention, generation", f"can call {', '.join(gen) or 'none'}")]
+    found.append(Finding("ok", "attention, training", f"Transformer Engine finds {', '.join(train) or 'none'}"))
+    return found
+
+
+_ATTENTION = """
+import json
+import megatron.core.transformer.attention as a
+gen = {f"FA{n}": bool(getattr(a, f"HAVE_FA{n}", False)) for n in (2, 3, 4)}
+train = {}
+try:
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils as u
+    for n, prefix in ((2, ""), (3, "v3_"), (4, "v4_")):
+        there = getattr(u, prefix + "is_installed", False)
+        train[f"FA{n}"] = str(getattr(u, {2: "version", 3: "fa3_version", 4: "fa4_version"}[n], "")) if there else ""
+except ImportError:
+    pass
+print("zkl-attention:" + json.dumps({"gen": gen, "train": train}))
+"""
+
+
+def _ask_attention() -> tuple[dict[str, Any] | None, str]:
+    """In a process of its own: importing megatron-core takes seconds and may fail."""
+    command = [sys.executable, "-c", _ATTENTION]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired:
+        return None, "no answer within 120 s"
+    for line in done.stdout.splitlines():
+        if line.startswith("zkl-attention:"):
+            answer: dict[str, Any] = json.loads(line.removeprefix("zkl-attention:"))
+            return answer, ""
+    return None, (done.stderr.strip().splitlines() or ["no answer"])[-1][:200]
 
 
 def _environment() -> list[Finding]:
