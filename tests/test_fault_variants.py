@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fault_variants import VARIANTS, combine, early_rounding, norm_forward
+from fault_breaks import combine, early_rounding, norm_forward
+from fault_variants import VARIANTS
 
 from zkl_debug.beds import BedOptions
 from zkl_debug.beds.faults import FAULTS, Answer, Fault
