@@ -80,3 +80,29 @@ def test_a_request_that_was_never_admitted_has_no_key() -> None:
     rows, step = dynamic_step(_context([(5, 3, 1)], decode=True), history)
     assert len(rows.rows) == 0
     assert len(step.keyed) == 0
+
+
+def test_rows_are_grouped_by_request_in_the_order_of_their_first_row() -> None:
+    from zkl_debug.engines.megatron.taps_logprobs import _by_request
+
+    requests, index = _by_request(np.array([9, 9, 2, 5, 5, 5]))
+    assert requests == [9, 2, 5]
+    assert index.tolist() == [0, 0, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("rows_each", [1, 3])
+def test_the_label_of_a_row_is_the_next_prompt_token_or_the_one_just_sampled(rows_each: int) -> None:
+    from zkl_debug.engines.megatron.adapter import MegatronAdapter
+
+    adapter = MegatronAdapter()
+    rows = []
+    for rid, prompt in PROMPTS.items():
+        adapter.history.add(rid, prompt, first_chunk=True)
+        rows += [(rid, len(prompt) - k, prompt[-k]) for k in range(min(rows_each, len(prompt)), 0, -1)]
+    _, adapter.step_requests = dynamic_step(_context(rows, decode=False), adapter.history)
+    labels = adapter.label_of(np.array([71, 72, 73]))
+    expected = []
+    for sampled, (rid, prompt) in zip((71, 72, 73), PROMPTS.items(), strict=True):
+        assert rid in adapter.history.requests
+        expected += [*prompt[len(prompt) - min(rows_each, len(prompt)) + 1 :], sampled]
+    assert labels.tolist() == expected

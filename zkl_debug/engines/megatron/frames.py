@@ -160,14 +160,13 @@ def _key_request(
     flags: NDArray[np.uint32],
 ) -> bool:
     """Fill prefix and flags of one request's rows; False when its tokens before these rows are unknown."""
-    for i in index:
-        place = int(position[i])
+    for place, value in zip(position[index].tolist(), token[index].tolist(), strict=True):
         if place > len(entry.tokens):
             return False
         if place == len(entry.tokens):
-            entry.tokens.append(int(token[i]))
-        elif entry.tokens[place] != int(token[i]):
-            entry.tokens[place:] = [int(token[i])]
+            entry.tokens.append(value)
+        elif entry.tokens[place] != value:
+            entry.tokens[place:] = [value]
     if not entry.started:
         entry.started = True
         entry.cached = int(position[index[0]])

@@ -98,13 +98,13 @@ def _record_dynamic(
     assert frame is not None
     sampled = new_tokens.detach().cpu().numpy().astype(np.int64)
     intended = adapter.label_of(sampled)
-    requests = list(dict.fromkeys(step.request.tolist()))
-    request_index = np.array([requests.index(r) for r in step.request.tolist()], np.int64)
+    requests, request_index = _by_request(step.request)
     position_of = np.arange(len(step.request))
     n_selected = int(selected.shape[0])
     if n_selected == len(requests) and n_selected != len(step.request):
         # Only the last row of each request was scored.
-        position_of = np.array([np.flatnonzero(request_index == i)[-1] for i in range(len(requests))], np.int64)
+        position_of = np.zeros(len(requests), np.int64)
+        position_of[request_index] = np.arange(len(step.request))  # the last row that is written stays
     elif n_selected < len(step.request):
         capture.session.not_rows.setdefault(SELECTED, f"{n_selected} log-probs for {len(step.request)} rows")
         return
@@ -113,22 +113,29 @@ def _record_dynamic(
     value = selected.detach()[: len(position_of)]
     table = log_probs.detach()
     used = _label_used(value, table, labels, alternative)
-    row_of = {int(at): i for i, at in enumerate(step.keyed)}
-    keep = np.array([i for i, at in enumerate(position_of) if int(at) in row_of and labels[i] >= 0], np.int64)
+    row_of = np.full(len(step.request), -1, np.int64)
+    row_of[step.keyed] = np.arange(len(step.keyed))
+    keep = np.flatnonzero((row_of[position_of] >= 0) & (labels >= 0))
     if len(keep) == 0:
         return
-    parents = np.array([row_of[int(position_of[i])] for i in keep], np.int64)
-    entries = [adapter.history.requests[int(step.request[position_of[i]])] for i in keep]
-    generated = np.array(
-        [
-            int(RowFlag.GENERATED) if int(step.position[position_of[i]]) + 1 >= entry.prompt_len else 0
-            for i, entry in zip(keep, entries, strict=True)
-        ],
-        np.uint32,
-    )
+    at = position_of[keep]
+    parents = row_of[at]
+    known = [adapter.history.requests.get(rid) for rid in requests]
+    prompt_lens = np.array([entry.prompt_len if entry is not None else 0 for entry in known], np.int64)
+    made = step.position[at] + 1 >= prompt_lens[request_index[at]]
+    generated = np.where(made, np.uint32(RowFlag.GENERATED), np.uint32(0))
     rows = make_label_rows(capture.session, parents, labels[keep], generated)
     index = torch.from_numpy(keep).to(value.device)
     capture.session.record_labels(SELECTED, rows, value.index_select(0, index), torch.from_numpy(used[keep]))
+
+
+def _by_request(request: np.ndarray[Any, Any]) -> tuple[list[int], np.ndarray[Any, Any]]:
+    """Requests of a step in the order of their first row, and of each row the index of its request."""
+    found, first, inverse = np.unique(request, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty(len(found), np.int64)
+    rank[order] = np.arange(len(found))
+    return found[order].tolist(), rank[inverse]
 
 
 def _label_used(
