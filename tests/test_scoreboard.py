@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zkl_debug.beds.faults import FAULTS, Answer
-from zkl_debug.bench.faults_bench import cases
+from zkl_debug.bench.faults_bench import cases, run_clean
 from zkl_debug.bench.scoreboard import GOALS, Clean, Score, Told, document, judge, told, totals, within_goals
 from zkl_debug.cli.main import main
 from zkl_debug.errors import UsageError
@@ -90,6 +91,17 @@ def test_cases() -> None:
     ]
     with pytest.raises(UsageError, match="no fault 'K99'"):
         cases(("K99",))
+
+
+def test_clean_runs_take_turns_over_the_beds_that_faults_are_put_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zkl_debug.bench.faults_bench._diagnose", lambda *_args: 1 / 0)
+    runs = [run_clean(number, tmp_path) for number in range(8)]
+    assert {(run.bed, run.dtype) for run in runs} == {
+        (b, d) for b in ("tiny-gpt", "tiny-moe") for d in ("fp32", "bf16")
+    }
+    assert all(run.false_blame and "ZeroDivisionError" in run.blamed for run in runs)
 
 
 def test_every_answer_can_be_scored() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zkl_debug.beds.bed import BEDS, DTYPES, BedOptions
+from zkl_debug.beds.bed import DTYPES, BedOptions
 from zkl_debug.beds.faults import FAULTS, Fault
 from zkl_debug.beds.record import RecordOptions, record_bed
 from zkl_debug.bench.scoreboard import Clean, Document, Score, judge, told
@@ -68,7 +68,7 @@ def run_case(case: Case, folder: Path) -> Score:
 
 def run_clean(number: int, folder: Path, dtypes: Sequence[str] = DTYPES) -> Clean:
     """A run with nothing broken; beds, dtypes, order of requests and neighbours change with the number."""
-    beds = tuple(BEDS)
+    beds = FAULTS["Z0"].beds
     bed, dtype = beds[number % len(beds)], dtypes[number // len(beds) % len(dtypes)]
     seed = 1000 + number
     options = BedOptions(bed=bed, dtype=dtype, seed=seed, permute=number % 3, neighbours=number % 4)
