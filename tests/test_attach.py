@@ -133,9 +133,10 @@ def test_an_interrupt_leaves_a_readable_capture(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=120)
     assert process.returncode == 130
-    with open_capture(tmp_path / "c") as capture:
+    with open_capture(tmp_path / "c", partial=True) as capture:
         assert len(capture.frames) > 1
-        assert capture.manifest["complete"]
+        assert not capture.manifest["complete"]
+        assert "KeyboardInterrupt" in capture.manifest["reason"]
 
 
 def test_programs_it_cannot_attach_to_are_said_and_keep_their_status(tmp_path: Path) -> None:

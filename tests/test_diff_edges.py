@@ -27,6 +27,7 @@ from test_diff_world import (
 
 from zkl_debug.diff import Verdict, diff_captures
 from zkl_debug.diff.model import Kind
+from zkl_debug.digest import digest_array
 from zkl_debug.schema import Phase, parse_site
 
 WORLD = default_world()
@@ -179,7 +180,7 @@ def test_one_flipped_bit_is_found_at_its_row(site: str) -> None:
     at = int(np.flatnonzero((rows["sample"] == 2) & (rows["position"] == 3))[0])
     assert target.bits is not None
     target.bits[at, 0] ^= 1
-    target.digest[at, 0] += np.uint64(1)
+    target.digest[at] = digest_array(target.bits[at : at + 1])[0]
     verdict = diff_captures(train, gen())
     assert verdict.first is not None
     assert (verdict.first.site, verdict.first.sample, verdict.first.position) == (site, 2, 3)

@@ -186,6 +186,11 @@ def digest_array(array: NDArray[Any], lane_offset: int = 0) -> U64:
     return digest_rows(flat.view(np.uint8).reshape(n, -1) if flat.size else flat, lane_offset)
 
 
+def wrong_rows(bits: NDArray[Any], digest: U64) -> NDArray[np.bool_]:
+    """Which rows of raw bits [n, W] do not agree with their digests [n, 2]; bool [n]."""
+    return np.asarray((digest_array(bits) != digest).any(axis=1), np.bool_)
+
+
 def prefix_digests(tokens: NDArray[Any]) -> U64:
     """Digest of ``tokens[0..p]`` (as int32 bytes) for every p; shape [n] in, [n, 2] uint64 out."""
     lanes = np.asarray(tokens, dtype="<i4").astype(np.int64).view(np.uint64)

@@ -119,9 +119,9 @@ class Program:
         if os.getpid() != self._pid or self._over:
             return
         self._over = True
-        kind, error, trace = sys.exc_info()
+        error = getattr(sys, "last_exc", None)  # what ended the program, when nothing in it caught that
         for capture in self._captures:
-            capture.__exit__(kind, error, trace)
+            capture.__exit__(None if error is None else type(error), error, None)
 
 
 def _claim(name: str) -> str:

@@ -103,6 +103,12 @@ def bed(name: str) -> Bed:
     Raises:
         UsageError: when there is none.
     """
+    if name == "grpo":
+        raise UsageError(
+            "grpo is a loop, not one pair of captures",
+            f"one of {', '.join(BEDS)}",
+            "zkl-debug watch, certify or bisect steps run it",
+        )
     if name not in BEDS:
         raise UsageError(f"no bed named {name!r}", f"one of {', '.join(BEDS)}", "zkl-debug beds")
     return BEDS[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -158,9 +159,16 @@ class Capture:
             if finish is not None:
                 finish(self)
             extra = {**self.session.summary(), **self._manifest, "left_patched": list(self.taps.left_in_place)}
+            extra["id"] = uuid.uuid4().hex  # a copy of this capture is not another run
             if error is not None:
                 extra["ended_by"] = type(error).__name__
-            writer.close(manifest=extra)
+            if not self.session.frames_written and self.options.level != "off":
+                print(
+                    f"zkl-debug: {self.out} holds no frame: no forward with token ids was seen; "
+                    "key other forwards with next_rows(...)",
+                    file=sys.stderr,
+                )
+            writer.close(manifest=extra, reason=f"it ended early, by {type(error).__name__}" if error else "")
         except Exception as failure:
             if self.options.strict and error is None:
                 raise

@@ -22,7 +22,9 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--stack", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Whole ladder."),
     click.option("--switch", "switches", multiple=True, metavar="NAME=on|off", help="Change one switch; repeatable."),
     click.option("--fault", default=None, metavar="ID", help="Put a known defect in (see `zkl-debug beds`)."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Weights and prompts."),
+    click.option(
+        "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Weights and prompts."
+    ),
     click.option("--permute", type=int, default=0, metavar="SEED", help="Shuffle requests and scored sequences."),
     click.option("--neighbours", type=int, default=0, metavar="N", help="Extra requests that share the batches."),
     click.option("--pad-multiple", type=int, default=8, show_default=True, help="Width of padded scoring batches."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
 from zkl_debug.cli.common import emit_json, stdout
@@ -81,7 +82,9 @@ def command(as_json: bool) -> int:
         for column in columns:
             table.add_column(column, overflow="fold")
         for item in document[key]:
-            table.add_row(*(", ".join(v) if isinstance(v := item.get(c), list) else str(v or "") for c in columns))
+            table.add_row(
+                *(escape(", ".join(v) if isinstance(v := item.get(c), list) else str(v or "")) for c in columns)
+            )
         console.print(table)
     console.print("next: zkl-debug capture --bed tiny-gpt --stack off --out DIR")
     return 0

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.markup import escape
 
 from zkl_debug.attach.settings import Settings
 from zkl_debug.cli.bedopts import bed_options, make_options
@@ -90,7 +91,8 @@ def command(
     console = stderr()
     with console.status("starting") as status:
         done = record_bed(options, out, record, lambda text: status.update(text))
-    document = _document(done, out)
+    document = _document(done, out, record.layers)
+    document["fault"] = options.fault
     if as_json:
         emit_json(document)
     else:
@@ -98,7 +100,7 @@ def command(
     return int(_exit_code(document))
 
 
-def _document(done: Any, out: Path) -> dict[str, Any]:
+def _document(done: Any, out: Path, layers: tuple[int, int] | None) -> dict[str, Any]:
     from zkl_debug.store.reader import open_capture
 
     sides = {}
@@ -111,6 +113,7 @@ def _document(done: Any, out: Path) -> dict[str, Any]:
                 "rows": len(capture.rows),
                 "sites": len(capture.sites),
                 "bytes": sum(p.stat().st_size for p in folder.iterdir()),
+                "no_layer": layers is not None and not any(s.meta.layer >= 0 for s in capture.sites.values()),
                 "probe": manifest.get("probe"),
                 "self_repeat": done.certification.get(name),
             }
@@ -119,6 +122,8 @@ def _document(done: Any, out: Path) -> dict[str, Any]:
 
 def _exit_code(document: dict[str, Any]) -> ExitCode:
     for side in document["sides"].values():
+        if not side["sites"] or side["no_layer"]:
+            return ExitCode.REFUSED
         if not (side["probe"] or {}).get("ok", False):
             return ExitCode.REFUSED
         repeat = side["self_repeat"]
@@ -141,15 +146,22 @@ def certification_text(repeat: Any) -> str:
 
 def _print(document: dict[str, Any]) -> None:
     console = stdout()
+    if document["fault"]:
+        console.print(f"with fault {document['fault']}", markup=False)
     for name, side in document["sides"].items():
         size = side["bytes"] / (1 << 20)
         console.print(
             f"[bold]{name}[/]: {side['frames']} frames, {side['rows']} rows, {side['sites']} sites, "
-            f"{size:.1f} MiB in {side['path']}"
+            f"{size:.1f} MiB in {escape(side['path'])}"
         )
+        if not side["sites"] or side["no_layer"]:
+            console.print(
+                "  [red]no site of a layer was recorded[/]: no --sites pattern or no --layers range fits; "
+                "zkl-debug inspect of a full capture lists the names"
+            )
         console.print(f"  {certification_text(side['self_repeat'])}")
         if not (side["probe"] or {}).get("ok", False):
             console.print(f"  [red]the probe failed[/]: {(side['probe'] or {}).get('errors')}")
     if len(document["sides"]) == 2:
         out = document["out"]
-        console.print(f"next: zkl-debug diff {out}/train {out}/gen")
+        console.print(f"next: zkl-debug diff {out}/train {out}/gen", markup=False)

@@ -12,9 +12,19 @@ from rich.console import Console
 _SUFFIX = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
+#: Documents printed by this process: a command prints one, or leaves it to the entry point to print its error.
+documents = 0
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let the command end as any other that cannot write: rich would exit with the code of a divergence."""
+        raise BrokenPipeError
+
+
 def stdout() -> Console:
     """Console for a command's answer."""
-    return Console(file=sys.stdout, soft_wrap=False, highlight=False)
+    return _Console(file=sys.stdout, soft_wrap=False, highlight=False)
 
 
 def stderr() -> Console:
@@ -24,6 +34,8 @@ def stderr() -> Console:
 
 def emit_json(document: Any) -> None:
     """Print exactly one JSON document on stdout (non-finite floats become null)."""
+    global documents
+    documents += 1
     json.dump(_finite(document), sys.stdout, indent=2, sort_keys=False, allow_nan=False)
     sys.stdout.write("\n")
 
@@ -50,8 +62,11 @@ class Size(click.ParamType[int]):
         digits = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
         unit = text[len(digits) :].strip()
         try:
-            return int(float(digits) * _SUFFIX[unit])
-        except (KeyError, ValueError):
+            size = int(float(digits) * _SUFFIX[unit])
+            if size < 0:
+                raise ValueError(value)
+            return size
+        except (KeyError, ValueError, OverflowError):
             self.fail(f"{value!r} is not a size; write for example 4GiB, 512MiB or 1000", param, ctx)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -75,29 +79,76 @@ def group() -> None:
     """Find the first layer and operator where training and generation stop being bitwise equal."""
 
 
+def _error_json(arguments: Sequence[str], before: int, found: str, expected: str, next_step: str, code: int) -> None:
+    """With ``--json`` there is one document on stdout even where a command could not do its work."""
+    from zkl_debug.cli import common
+
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if "--json" not in own or common.documents > before:
+        return
+    document = {"format": "zkl-error", "version": 1, "found": found, "expected": expected}
+    document |= {"next": [next_step] if next_step else [], "exit_code": code}
+    with contextlib.suppress(OSError):
+        click.echo(json.dumps(document, indent=2))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and exit with one of :class:`~zkl_debug.errors.ExitCode`.
 
     Args:
         argv: arguments without the program name; default ``sys.argv[1:]``.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an answer in another encoding beats none
+    from zkl_debug.cli import common
+
+    before = common.documents
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = group.main(args=list(argv) if argv is not None else None, prog_name="zkl-debug", standalone_mode=False)
+        code = group.main(args=arguments, prog_name="zkl-debug", standalone_mode=False)
     except ZklError as error:
         click.echo(f"zkl-debug: {error}", err=True)
         code = error.exit_code
+        _error_json(arguments, before, error.found, error.expected, error.next_step, int(code))
     except click.exceptions.Abort:
         click.echo("zkl-debug: interrupted", err=True)
         code = 130
     except click.ClickException as error:
         error.show()
         code = ExitCode.USAGE
+        _error_json(arguments, before, error.format_message(), "", "", int(code))
     except click.exceptions.Exit as stop:
         code = stop.exit_code
-    except BrokenPipeError:
-        sys.stderr.close()
-        code = 0
-    sys.exit(int(code or 0))
+    except OSError as error:
+        code = _output_failed(error)
+    sys.exit(_flushed(int(code or 0)))
+
+
+#: Exit status where nobody read the output to its end, as a shell gives it for SIGPIPE; never that of a verdict.
+_PIPE_CLOSED = 141
+
+
+def _output_failed(error: OSError) -> int:
+    """Exit code after writing failed; says why on stderr unless the reader simply went away."""
+    if isinstance(error, BrokenPipeError):
+        code = _PIPE_CLOSED
+    else:
+        name = f" {error.filename}" if error.filename else ""
+        click.echo(f"zkl-debug: reading or writing{name} failed: {error.strerror or error}", err=True)
+        code = int(ExitCode.USAGE)
+    with contextlib.suppress(OSError):  # what is left in the buffer must not fail again when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once everything is really written."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _output_failed(error)
+    return code
 
 
 if __name__ == "__main__":

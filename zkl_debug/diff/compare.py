@@ -13,6 +13,8 @@ from zkl_debug.diff.edges import Pairs
 from zkl_debug.diff.model import Bools, Ints, SiteLike
 from zkl_debug.diff.rows import RowSpace
 from zkl_debug.diff.sites import SitePair
+from zkl_debug.digest import wrong_rows
+from zkl_debug.errors import CaptureInvalid
 from zkl_debug.schema import U64
 
 _BLOCK_BYTES = 32 << 20
@@ -96,14 +98,31 @@ def row_bytes(pair: SitePair) -> int:
     return max(1, int(np.prod(pair.meta.row_shape, dtype=np.int64))) * 8
 
 
-def gather(pair: SitePair, where: SiteRows, space: RowSpace, rows: Ints) -> NDArray[Any]:
-    """Raw bits of unified rows, shape [m, W]; every side that occurs must have the same dtype and width."""
+def gather(pair: SitePair, where: SiteRows, space: RowSpace, rows: Ints, checked: bool = False) -> NDArray[Any]:
+    """Raw bits of unified rows, shape [m, W]; every side that occurs must have the same dtype and width.
+
+    Raises:
+        CaptureInvalid: when the bits do not agree with their digests (not looked at where all were ``checked`` before).
+    """
     out: NDArray[Any] | None = None
     for side in (0, 1):
         places = np.flatnonzero(space.side[rows] == side)
         if not len(places):
             continue
-        bits = side_site(pair, side).payload(where.at[rows[places]])
+        site = side_site(pair, side)
+        bits = site.payload(where.at[rows[places]])
+        on_disk = hasattr(site, "verify")  # only what was written and read again can have been damaged between
+        wrong = (
+            ()
+            if checked or not on_disk
+            else np.flatnonzero(wrong_rows(bits, where.digest[where.index(space, rows[places])]))
+        )
+        if len(wrong):
+            raise CaptureInvalid(
+                f"{'AB'[side]}: payload of {pair.name} is not what was written, in {len(wrong)} rows looked at",
+                "bytes that agree with their digests",
+                "capture again",
+            )
         if out is None:
             out = np.empty((len(rows), bits.shape[1]), bits.dtype)
         out[places] = bits
@@ -135,8 +154,8 @@ def compare_bytes(pair: SitePair, where: SiteRows, space: RowSpace, pairs: Pairs
     differs = np.zeros(len(pairs), np.bool_)
     done = present & (pairs.sides == 2) & bool(pair.differ)
     for block in comparable_blocks(pair, where, pairs, np.flatnonzero(present)):
-        left = gather(pair, where, space, pairs.left[block])
-        right = gather(pair, where, space, pairs.right[block])
+        left = gather(pair, where, space, pairs.left[block], checked=True)
+        right = gather(pair, where, space, pairs.right[block], checked=True)
         differs[block] = (left != right).any(axis=1)
         done[block] = True
     return differs, bool((done == present).all())

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from zkl_debug.diff.compare import SiteRows, gather
+from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.edges import Pairs, named_row
 from zkl_debug.diff.kinds import SiteKinds
-from zkl_debug.diff.model import CaptureLike, Ints, Refusal, fact, refuse
+from zkl_debug.diff.model import PHASE_EDGES, CaptureLike, Ints, Refusal, fact, refuse
 from zkl_debug.diff.rows import RowSpace
 from zkl_debug.diff.sites import SitePair
 from zkl_debug.errors import ZklError
@@ -38,6 +39,23 @@ def check_probe(name: str, capture: CaptureLike) -> Refusal | None:
         "capture again with --strict to see where the probe fails",
         capture=name,
         errors=errors[:_LISTED],
+    )
+
+
+def check_same(comparison: Comparison) -> Refusal | None:
+    """A capture against itself or a copy of it, without rows of two phases: everything is equal and nothing is said."""
+    a, b = comparison.a, comparison.b
+    same = a is b or (a.manifest.get("id") is not None and a.manifest.get("id") == b.manifest.get("id"))
+    place = getattr(a, "place", None)
+    same = same or (place is not None and place == getattr(b, "place", None))
+    if not same or any(comparison.edge_compared[edge].any() for edge in PHASE_EDGES):
+        return None
+    return refuse(
+        "same-capture",
+        "A and B are the same capture, or copies of it",
+        "one run on both sides, with rows of one phase only: all of them are equal to themselves",
+        "two captures, or one that holds scoring and generation",
+        "give the capture of the other side",
     )
 
 

@@ -57,11 +57,27 @@ def _headline(verdict: Verdict) -> str:
     if verdict.refusal is not None:
         return f"{word}  {verdict.refusal.text}"
     if verdict.first is None:
-        return f"{word}  every compared row is bitwise equal at every {_scope(verdict)}"
+        return f"{word}  every compared row is bitwise equal at every {_scope(verdict)}{_but(verdict)}"
     first = verdict.first
     layer = f"layer {first.name.layer} " if first.name.layer >= 0 else ""
     where = f"{layer}{first.name.operator} ({first.name.port})"
     return f"{word}  first on {verdict.edge} at {where}: {first.kind.label}"
+
+
+def _but(verdict: Verdict) -> str:
+    """What weakens an "identical"; a headline must not promise more than the body."""
+    coverage = verdict.coverage
+    shares = {"prompt": coverage.prompt, "generated": coverage.generated}
+    parts = [
+        f"only {_percent(share)} of the {name} rows were compared"
+        for name, share in shares.items()
+        if share.of and share.compared < 0.99 * share.of
+    ]
+    if verdict.partial and any(skip.what.startswith("lost") for skip in coverage.skipped):
+        parts.append("a capture is incomplete")
+    if not all(tests.get("a0_a2") for tests in verdict.certification.values()):
+        parts.append("not self-tested on both sides")
+    return f" - but {', '.join(parts)}" if parts else ""
 
 
 def _scope(verdict: Verdict) -> str:

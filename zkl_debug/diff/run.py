@@ -23,6 +23,7 @@ from zkl_debug.diff.refuse import (
     check_overlap,
     check_probe,
     check_repeat,
+    check_same,
     check_self_test,
     check_switches,
     check_weights,
@@ -102,6 +103,9 @@ def _diff(
         if refusal is not None:
             return refused(refusal, **known)
     comparison = compare(a, b, verify_bytes=verify_bytes, aliases=aliases, oracle=oracle, progress=progress)
+    refusal = check_same(comparison)
+    if refusal is not None:
+        return refused(refusal, **known)
     coverage = _coverage(comparison, partial)
     refusal = next(_refusals(comparison, checks), None)
     if refusal is not None:

@@ -41,6 +41,7 @@ def build_manifest(
     notes: Iterable[str] = (),
     extra: Mapping[str, Json] | None = None,
     reason: str = "",
+    repaired: bool = True,
 ) -> dict[str, Json]:
     """A manifest (or one rank's part of it) of closed segments.
 
@@ -50,6 +51,7 @@ def build_manifest(
         notes: remarks for the reader.
         extra: further fields; those of :data:`RESERVED` are ignored, except ``notes``, which are added.
         reason: why the capture is incomplete; empty for a complete one.
+        repaired: an incomplete one was put together from its log (not closed early by its own process).
     """
     entries = list(segments)
     more = dict(extra or {})
@@ -61,7 +63,7 @@ def build_manifest(
         "complete": not reason,
     }
     if reason:
-        manifest |= {"repaired": True, "reason": reason}
+        manifest |= {"repaired": repaired, "reason": reason}
     manifest["segments"] = [_segment_json(entry) for entry in entries]
     sites = _coverage(entry.summary for entry in entries)
     manifest["counts"] = {

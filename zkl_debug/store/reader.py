@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from zkl_debug.digest import digest_array
+from zkl_debug.digest import digest_array, wrong_rows
 from zkl_debug.errors import CaptureInvalid, Refused
 from zkl_debug.schema import (
     FORMAT,
@@ -70,6 +70,27 @@ class Site:
     def digest(self) -> U64:
         """multilinear-128 of each row, [n, 2] uint64."""
         return _join([part.reader.site_digest(part.entry) for part in self._parts], np.zeros((0, 2), np.uint64))
+
+    def verify(self) -> None:
+        """Read every row number, digest and payload row, and check them against what was written.
+
+        Raises:
+            CaptureInvalid: when anything is damaged.
+        """
+        _ = self.rows
+        for part in self._parts:
+            digest = part.reader.site_digest(part.entry)
+            if not part.entry.payload_rows:
+                continue
+            which = part.reader.site_payload_row(part.entry)
+            for start, block in part.reader.site_payload(part.entry).blocks():
+                wrong = int(wrong_rows(block, digest[which[start : start + len(block)]]).sum())
+                if wrong:
+                    raise CaptureInvalid(
+                        f"{part.reader.path}: {wrong} payload rows of {self.meta.name} are not what was written",
+                        "bytes that agree with their digests",
+                        "capture again",
+                    )
 
     @property
     def has_payload(self) -> bool:
@@ -158,7 +179,7 @@ class Capture:
     """An open capture; also a context manager.
 
     Attributes:
-        root: the folder.
+        root: the folder; ``place`` is it without links and dots.
         manifest: its manifest.
         side, meta: label of the observed system, and the versions, configuration and environment it was given.
         frames: FRAME_DTYPE, [F], over all ranks and segments; ``frame`` is the index in this array.
@@ -172,6 +193,7 @@ class Capture:
 
     def __init__(self, root: Path, manifest: dict[str, Json], readers: list[SegmentReader]) -> None:
         self.root, self.manifest, self._readers = root, manifest, readers
+        self.place = root.resolve()
         self.side: str = manifest["side"]
         self.meta: dict[str, Json] = manifest["meta"]
         self.frames, self.frame_rank, self.rows, bases = _join_tables(readers)

@@ -140,6 +140,15 @@ def repair(path: Path) -> RepairReport:
 def _already_done(root: Path) -> RepairReport:
     with open_capture(root, partial=True) as capture:
         counts = capture.manifest["counts"]
+        try:
+            for site in capture.sites.values():
+                site.verify()
+        except CaptureInvalid as error:
+            raise CaptureInvalid(
+                error.found,
+                "the bytes that were written",
+                "capture again: a closed segment has no log any more",
+            ) from None
         if capture.manifest.get("repaired"):
             for file in list_segment_files(root):  # left by a repair that was killed after its manifest
                 if file.kind != "h5":

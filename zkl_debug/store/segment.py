@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,6 +249,25 @@ class SegmentWriter:
             )
 
     def abandon(self) -> None:
-        """Close the file as it is; it is not a valid segment, the log has what is needed to rebuild it."""
-        self._file.close()
-        os.close(self._fd)
+        """Let go of the file; it is not a valid segment, the log has what is needed to rebuild it. Never raises.
+
+        HDF5 would still write its metadata when it closes the file, and crash at the end of the process where the disk
+        is full. Nobody reads that metadata, so it goes to memory instead.
+        """
+        with contextlib.suppress(Exception):
+            _divert(int(self._file.id.get_vfd_handle()))
+        with contextlib.suppress(Exception):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+
+def _divert(descriptor: int) -> None:
+    """Put an empty file without a name in the place of an open one."""
+    if hasattr(os, "memfd_create"):
+        sink = os.memfd_create("zkl")
+        os.dup2(sink, descriptor)
+        os.close(sink)
+        return
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +105,7 @@ class CaptureWriter:
         if not 0 <= rank < world:
             raise UsageError(f"rank {rank} of a world of {world}", "0 <= rank < world")
         _refuse_used(self.root, rank, world)
+        self._released = False
         self._side, self._rank, self._world = side, rank, world
         self._meta = dict(meta)
         self._budget = budget_bytes
@@ -173,12 +175,13 @@ class CaptureWriter:
         self._check()
         self._guard(self._pipeline.drain)
 
-    def close(self, *, manifest: Mapping[str, Json]) -> Path:
+    def close(self, *, manifest: Mapping[str, Json], reason: str = "") -> Path:
         """Finish the capture and write the manifest (the rank's part of it in a world of several).
 
         Args:
             manifest: further fields for the manifest. ``notes`` are added to the writer's own; counts, segments and
                 coverage are computed here and cannot be replaced.
+            reason: why the capture is incomplete though it was closed; empty for a complete one.
 
         Returns:
             Path of the file written last.
@@ -195,7 +198,14 @@ class CaptureWriter:
         if self._payload_over:
             notes.append(f"payload budget of {self._budget} bytes reached: later payload was not taken, digests were")
         document = build_manifest(
-            side=self._side, world=self._world, meta=self._meta, segments=self._entries, notes=notes, extra=manifest
+            side=self._side,
+            world=self._world,
+            meta=self._meta,
+            segments=self._entries,
+            notes=notes,
+            extra=manifest,
+            reason=reason,
+            repaired=False,
         )
         path = self.root / MANIFEST if self._world == 1 else part_path(self.root, self._rank)
         try:
@@ -222,16 +232,28 @@ class CaptureWriter:
 
     def _check(self) -> None:
         if self._pipeline.failure is not None:
+            self._release()
             raise self._explain(self._pipeline.failure) from self._pipeline.failure
         if self._closed:
             raise StoreError("the capture is closed", "an open writer")
         if self._pid != os.getpid():
             raise StoreError("a forked child called its parent's writer", "a writer of its own, in another folder")
 
+    def _release(self) -> None:
+        """Let go of the files after a failure: what has reached the log is there to be repaired."""
+        if self._released:
+            return
+        self._released = True
+        self._segment.abandon()
+        with contextlib.suppress(Exception):
+            self._wal.close()
+
     def _guard(self, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:
+            if self._pipeline.failure is not None:
+                self._release()
             raise self._explain(error) from error
 
     def _submit(self, task: Callable[[], None], nbytes: int = 0) -> None:
