@@ -199,11 +199,17 @@ def check_weights(a: CaptureLike, b: CaptureLike) -> tuple[Refusal | None, dict[
     if not differ:
         return None, report
     report["weights"] = "differ"
-    text = f"{len(differ)} of {len(common)} parameters differ, first {differ[0]}"
+    first = left[differ[0]], right[differ[0]]
+    other = [f"A has it as {x}, B as {y}" for x, y in zip(*map(_form, first), strict=True) if x != y]
+    text = f"{len(differ)} of {len(common)} parameters differ, first {differ[0]}" + "".join(f"; {t}" for t in other)
     found = ", ".join(differ[:_LISTED]) + (" ..." if len(differ) > _LISTED else "")
     expected = "the same weights on both sides: layers cannot be blamed while they differ"
     detail = {"parameters": differ[:100], "count": len(differ), "of": len(common)}
     return refuse("weights-differ", text, found, expected, next_step, **detail), report
+
+
+def _form(record: StateRecord) -> tuple[str, str]:
+    return record.torch_dtype, str(list(record.shape))
 
 
 def check_overlap(space: RowSpace, sites: Sequence[SitePair]) -> Refusal | None:
