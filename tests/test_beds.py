@@ -172,8 +172,11 @@ def test_options_are_checked(wrong: dict[str, Any], message: str) -> None:
 def test_listing() -> None:
     for b in BEDS.values():
         assert b.description
-        assert "attention-reference" in b.switches
-        assert "Z0" in b.faults
+        assert len(set(b.switches)) == len(b.switches) > 1
+    for name in ("tiny-gpt", "tiny-moe"):
+        assert "attention-reference" in bed(name).switches
+        assert "Z0" in bed(name).faults
+    assert {"flash-attention-4", "batch-invariant-mode"} <= set(bed("gpt-te").switches), "a GPU has a ladder of its own"
     assert "K7" in bed("tiny-moe").faults
     assert "K7" not in bed("tiny-gpt").faults
     assert dataclasses.is_dataclass(bed("tiny-gpt"))

@@ -300,8 +300,10 @@ def fit_weight(unit: F64, values: Values) -> F64:
     """The weight of each column, of the values' dtype, that gives most elements as round(unit * weight)."""
     low, high = ratio_bounds(unit, np.zeros_like(unit), values.real, half_widths(values))
     known = np.isfinite(low) & np.isfinite(high)
+    with np.errstate(invalid="ignore"):  # open bounds on both sides; they are not among the known ones
+        centre = (low + high) / 2
     middle = np.array(
-        [np.median(column[at]) if at.any() else 0.0 for column, at in zip((low + high).T / 2, known.T, strict=True)]
+        [np.median(column[at]) if at.any() else 0.0 for column, at in zip(centre.T, known.T, strict=True)]
     )
     start = rounded(middle, values.dtype)
     best, weight = np.full(unit.shape[1], -1.0), start
