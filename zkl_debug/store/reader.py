@@ -66,9 +66,9 @@ class Site:
             known = self._shared[key] = _join(parts, np.zeros(0, np.int64))
         return known
 
-    @cached_property
+    @property
     def digest(self) -> U64:
-        """multilinear-128 of each row, [n, 2] uint64."""
+        """multilinear-128 of each row, [n, 2] uint64. Read anew each time: those of all sites could fill the memory."""
         return _join([part.reader.site_digest(part.entry) for part in self._parts], np.zeros((0, 2), np.uint64))
 
     def verify(self) -> None:

@@ -141,6 +141,7 @@ class SegmentReader:
     def __init__(self, path: Path, check: str = "") -> None:
         self.path = path
         self._groups: dict[str, Any] = {}
+        self._sound: set[int] = set()  # sites whose digests were checked
         self._known_rows: dict[tuple[str, int], NDArray[np.uint32]] = {}
         if path.is_symlink() or not path.is_file():
             raise CaptureInvalid(f"{path} is not a regular file", "a segment inside the capture folder")
@@ -342,8 +343,10 @@ class SegmentReader:
         """Digests of the site's rows, [n, 2] uint64."""
         with refusing(self.path):
             digest = self._column(f"sites/{entry.index:05d}/digest", np.dtype("<u8"), (2,), entry.rows).all()
-            if fold_digest(digest) != entry.check_digest:
-                raise ValueError(f"the digests of site {entry.meta.name} are not what was written")
+            if entry.index not in self._sound:
+                if fold_digest(digest) != entry.check_digest:
+                    raise ValueError(f"the digests of site {entry.meta.name} are not what was written")
+                self._sound.add(entry.index)
             return digest
 
     def site_payload(self, entry: SiteEntry) -> ColumnData:
