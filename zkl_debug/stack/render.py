@@ -102,7 +102,8 @@ def print_plan(console: Console, plan: Plan) -> None:
     chosen = f", preset {plan.preset}" if plan.preset else ""
     console.print(f"[bold]Plan for {plan.target}{chosen}[/]: {len(plan.searched)} switches are varied")
     for kind, texts in plan.requirements.items():
-        console.print(f"  needs {_NEEDS[kind]}: {escape(', '.join(texts))}", soft_wrap=True)
+        head = f"{_NEEDS[kind]}: " if _NEEDS[kind] else ""
+        console.print(f"  needs {head}{escape(', '.join(texts))}", soft_wrap=True)
     for s in plan.space.switches:
         if s.untestable:
             console.print(f"  [yellow]left out[/] {s.name}: {escape(s.untestable)}", soft_wrap=True)
