@@ -269,11 +269,13 @@ def certificate(found: Certificate, options: GrpoOptions) -> dict[str, Json]:
         "causes": [cause for run in bad for cause in causes(run)],
         "drift": document(bad[0].drift) if bad and bad[0].drift.onset is not None else None,
         "seconds": round(found.seconds, 1),
-        "next": _next(found, bad),
+        "next": _next(found, bad, options),
     }
 
 
-def _next(found: Certificate, bad: Sequence[Run]) -> list[str]:
+def _next(found: Certificate, bad: Sequence[Run], options: GrpoOptions) -> list[str]:
     if bad:
-        return [f"zkl-debug bisect steps --layout {bad[0].layout}"]
+        model = " --model hybrid" if options.hybrid else " --model moe" if options.experts else ""
+        fault = f" --fault {options.fault}" if options.fault else ""
+        return [f"zkl-debug bisect steps --layout {bad[0].layout}{model}{fault}"]
     return [f"to cross '{edge.name}': {edge.hint}" for edge in found.missing if edge.hint]
