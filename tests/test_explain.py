@@ -152,6 +152,15 @@ def test_offsets(by: str) -> None:
         assert "bias" in found.text
 
 
+def test_one_element_apart_is_no_constant() -> None:
+    x = rounded(rng(11).uniform(1.0, 1.9, (1, 32)), "bfloat16")
+    y = x.copy()
+    y[0, 5] -= 3 * 2.0**-7  # within rounding, 0.994 fits all 32; but it would have changed most of them
+    assert constant_ratio(evidence(x, y, dtype="bfloat16")) is None
+    assert constant_offset(evidence(x, y, dtype="bfloat16")) is None
+    assert constant_ratio(evidence(x, rounded(0.97 * x, "bfloat16"), dtype="bfloat16")) is not None
+
+
 def test_an_affine_map_is_neither_ratio_nor_offset() -> None:
     y = X * 1.5 + 0.25
     assert constant_ratio(evidence(X, y)) is None

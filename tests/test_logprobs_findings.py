@@ -440,7 +440,7 @@ def test_values_that_are_no_log_probs() -> None:
     clean = grid()
     clean[0, 0] = np.nan
     same = report_of(clean, clean.copy())
-    assert same.verdict == "identical"  # bits are equal, and it says what they are
+    assert same.verdict == "refused"  # the bits are equal, but nothing of it is a log-prob: no gate may pass on it
     assert names(same) == ["not-a-number"]
 
 

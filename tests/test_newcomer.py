@@ -158,3 +158,13 @@ def test_a_full_disk_does_not_crash_the_process(tmp_path: Path) -> None:
         assert repair(saved).frames >= 1
     finally:
         subprocess.run(["umount", "-l", str(tmp_path / "disk")], check=True)
+
+
+def test_a_damaged_run_file_is_refused(tmp_path: Path) -> None:
+    for side in ("train", "gen"):
+        captured(tmp_path / side)
+    for text in ("", '{"bed": 3}', "[]"):
+        (tmp_path / "run.json").write_text(text)
+        done = run("zoom", str(tmp_path / "train"), str(tmp_path / "gen"))
+        assert done.returncode in (2, 3)
+        assert "Traceback" not in done.stderr

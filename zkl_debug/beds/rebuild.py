@@ -44,10 +44,18 @@ def recipe_of(*folders: Path) -> Recipe:
             "both folders of one `zkl-debug capture --bed ...`",
             "zkl-debug capture --bed NAME --level payload --out DIR",
         )
-    document = json.loads(files.pop().read_text())
-    options = dict(document["options"])
-    options["sides"] = tuple(options["sides"])
-    return Recipe(BedOptions(**options), 2 if document["record"]["certify"] else 1)
+    file = files.pop()
+    try:
+        document = json.loads(file.read_text())
+        options = dict(document["options"])
+        options["sides"] = tuple(options["sides"])
+        return Recipe(BedOptions(**options), 2 if document["record"]["certify"] else 1)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refused(
+            f"{file} cannot be used: {type(error).__name__}: {error}",
+            "the run.json that `zkl-debug capture --bed ...` wrote",
+            "capture again",
+        ) from None
 
 
 def run_again(recipe: Recipe, probes: Mapping[str, Probe], say: Callable[[str], None]) -> None:

@@ -243,6 +243,9 @@ def _verdict(view: View, table: LogprobTable) -> tuple[str, str]:
     if table.is_damaged:
         lost = "; ".join(f"{skip.count} {skip.what}: {skip.reason}" for skip in table.skipped if skip.damage)
         return "refused", f"what could be read is bit-equal, but not all could be read ({lost})"
+    broken = int((~np.isfinite(view.a) | ~np.isfinite(view.b) | (view.a > 0) | (view.b > 0)).sum())
+    if broken:  # equal bits, but a gate on the exit code must not pass where the metrics are no numbers
+        return "refused", f"equal on both sides, but {broken} values are no log-probs (NaN, infinite or above 0)"
     return "identical", ""
 
 

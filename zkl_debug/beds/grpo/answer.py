@@ -245,9 +245,10 @@ def next_steps(drift: Drift, found: Sequence[Group]) -> list[str]:
         steps.append(
             "refresh the cache named above after every refit (a model that stays in eval() never sees train())"
         )
-    if names & {"weights-not-updated", "stale-weights", "swapped-parameters", "expert-map", "permuted-weights"}:
+    weights = names & {"weights-not-updated", "stale-weights", "swapped-parameters", "expert-map", "permuted-weights"}
+    if weights:
         steps.append("check the weight sync at the event named above; layers are not to blame")
-    if drift.captures:
+    if drift.captures and not weights:  # with other weights a diff of layers says nothing
         steps.append(f"zkl-debug diff {drift.captures}/train {drift.captures}/gen")
     return steps
 

@@ -16,6 +16,7 @@ _LEAST = 8  # elements that must agree on one constant
 _LEAST_COLUMN = 4  # rows that must agree on a column's constant
 
 _LEAST_POSITIONS = 8
+_MOVED = 0.8  # of the elements a constant must change
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def fit_ratio(pair: Port, slack: float = 2.0) -> Fit | None:
     zero = (x == 0) != (y == 0)
     if zero.any():
         return None
-    return _fit(low, high, 1.0, _noise(pair))
+    fit = _fit(low, high, 1.0, _noise(pair))
+    return fit if fit is not None and _moves_all(pair, good, x * (_spread(fit) - 1.0)) else None
 
 
 def fit_offset(pair: Port, slack: float = 2.0) -> Fit | None:
@@ -73,7 +75,23 @@ def fit_offset(pair: Port, slack: float = 2.0) -> Fit | None:
     width = (half_widths(pair.left, slack) + half_widths(pair.right, slack))[good]
     middle = (y - x)[good]
     typical = float(np.median(np.maximum(np.abs(x[good]).max(axis=1), np.abs(y[good]).max(axis=1))))
-    return _fit(middle - width, middle + width, 0.0, _noise(pair) * typical)
+    fit = _fit(middle - width, middle + width, 0.0, _noise(pair) * typical)
+    return fit if fit is not None and _moves_all(pair, good, np.broadcast_to(_spread(fit), x.shape)) else None
+
+
+def _spread(fit: Fit) -> F64:
+    """The constants, shaped to meet elements [rows, columns]."""
+    return fit.value[:, None] if fit.by == "row" else fit.value
+
+
+def _moves_all(pair: Port, good: Bools, shift: F64) -> bool:
+    """Whether the elements that such a shift must change did change: a constant does not leave most of them alone.
+
+    Within rounding, a constant near the neutral one also "fits" sides that differ in an element or two.
+    """
+    must = np.abs(shift) > half_widths(pair.right, 2.0)[good]
+    moved = (pair.left.real != pair.right.real)[good]
+    return not must.any() or float(moved[must].mean()) >= _MOVED
 
 
 def _noise(pair: Port) -> float:
