@@ -138,6 +138,8 @@ def certification_text(repeat: Any) -> str:
         return "not certified (no plain runs were made)"
     again, probed = repeat["a0_a1"], repeat["a0_a2"]
     first = "A0 = A1" if again["equal"] else f"A0 != A1 in {again['mismatched']} values: the side does not repeat"
+    if not again["equal"]:
+        return f"{first}; nothing can be said of the probe ({again['values']} final values, bitwise)"
     second = (
         "A0 = A2" if probed["equal"] else f"A0 != A2 in {probed['mismatched']} values: the probe changed the result"
     )
