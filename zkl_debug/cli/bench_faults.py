@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zkl_debug.cli.common import emit_json, stderr, stdout
+from zkl_debug.cli.common import emit_json, stderr, stdout, teller
 from zkl_debug.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -44,12 +44,7 @@ def command(seeds: int, dtype: str, faults: tuple[str, ...], clean: int, of_loop
     runs: list[Clean] = []
     console = stderr()
     with console.status("starting") as status:
-
-        def say(text: str) -> None:
-            status.update(text)
-            if not console.is_terminal:
-                console.print(text)
-
+        say = teller(console, status)
         whole = False
         with suppress(KeyboardInterrupt):
             for done in faults_bench.run_all(chosen, clean, dtypes, say):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from zkl_debug.cli.common import emit_json, stderr, stdout
+from zkl_debug.cli.common import emit_json, stderr, stdout, teller
 from zkl_debug.errors import ExitCode
 
 
@@ -17,12 +17,7 @@ def run(seeds: int, faults: tuple[str, ...], as_json: bool) -> int:
     done: list[Row] = []
     console = stderr()
     with console.status("starting") as status:
-
-        def say(text: str) -> None:
-            status.update(text)
-            if not console.is_terminal:
-                console.print(text)
-
+        say = teller(console, status)
         done.extend(rows(range(seeds), faults, say))
     document: dict[str, Any] = document_of(done, time.monotonic() - started)
     if as_json:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.status import Status
 
 _SUFFIX = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
@@ -30,6 +32,17 @@ def stdout() -> Console:
 def stderr() -> Console:
     """Console for logs and progress."""
     return Console(file=sys.stderr, highlight=False)
+
+
+def teller(console: Console, status: Status) -> Callable[[str], None]:
+    """How long work tells where it is: in the status line for a person, line by line in a log."""
+
+    def say(text: str) -> None:
+        status.update(text)
+        if not console.is_terminal:
+            console.print(text)
+
+    return say
 
 
 def emit_json(document: Any) -> None:

@@ -79,12 +79,15 @@ def group() -> None:
     """Find the first layer and operator where training and generation stop being bitwise equal."""
 
 
+def _documents() -> int:
+    """JSON documents printed so far. The module that prints them loads rich: a command that needs it has loaded it."""
+    return int(getattr(sys.modules.get("zkl_debug.cli.common"), "documents", 0))
+
+
 def _error_json(arguments: Sequence[str], before: int, found: str, expected: str, next_step: str, code: int) -> None:
     """With ``--json`` there is one document on stdout even where a command could not do its work."""
-    from zkl_debug.cli import common
-
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    if "--json" not in own or common.documents > before:
+    if "--json" not in own or _documents() > before:
         return
     document = {"format": "zkl-error", "version": 1, "found": found, "expected": expected}
     document |= {"next": [next_step] if next_step else [], "exit_code": code}
@@ -101,9 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an answer in another encoding beats none
-    from zkl_debug.cli import common
-
-    before = common.documents
+    before = _documents()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = group.main(args=arguments, prog_name="zkl-debug", standalone_mode=False)

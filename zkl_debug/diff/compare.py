@@ -111,7 +111,7 @@ def gather(pair: SitePair, where: SiteRows, space: RowSpace, rows: Ints, checked
             continue
         site = side_site(pair, side)
         bits = site.payload(where.at[rows[places]])
-        on_disk = hasattr(site, "verify")  # only what was written and read again can have been damaged between
+        on_disk = hasattr(site, "payload_blocks")  # only what was written and read again can have been damaged between
         wrong = (
             ()
             if checked or not on_disk

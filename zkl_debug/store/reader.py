@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from zkl_debug.digest import digest_array, wrong_rows
+from zkl_debug.digest import wrong_rows
 from zkl_debug.errors import CaptureInvalid, Refused
 from zkl_debug.schema import (
     FORMAT,
@@ -70,27 +70,6 @@ class Site:
     def digest(self) -> U64:
         """multilinear-128 of each row, [n, 2] uint64. Read anew each time: those of all sites could fill the memory."""
         return _join([part.reader.site_digest(part.entry) for part in self._parts], np.zeros((0, 2), np.uint64))
-
-    def verify(self) -> None:
-        """Read every row number, digest and payload row, and check them against what was written.
-
-        Raises:
-            CaptureInvalid: when anything is damaged.
-        """
-        _ = self.rows
-        for part in self._parts:
-            digest = part.reader.site_digest(part.entry)
-            if not part.entry.payload_rows:
-                continue
-            which = part.reader.site_payload_row(part.entry)
-            for start, block in part.reader.site_payload(part.entry).blocks():
-                wrong = int(wrong_rows(block, digest[which[start : start + len(block)]]).sum())
-                if wrong:
-                    raise CaptureInvalid(
-                        f"{part.reader.path}: {wrong} payload rows of {self.meta.name} are not what was written",
-                        "bytes that agree with their digests",
-                        "capture again",
-                    )
 
     @property
     def has_payload(self) -> bool:
@@ -419,7 +398,7 @@ def verify_payload(cap: Capture, names: Iterable[str] | None = None) -> list[Bad
     bad: list[BadRow] = []
     for name in cap.sites if names is None else names:
         site = cap.sites[name]
+        digest = site.digest
         for rows, block in site.payload_blocks():
-            good = (digest_array(block) == site.digest[rows]).all(axis=1)
-            bad += [BadRow(name, int(site.rows[k]), int(k)) for k in rows[~good]]
+            bad += [BadRow(name, int(site.rows[k]), int(k)) for k in rows[wrong_rows(block, digest[rows])]]
     return bad

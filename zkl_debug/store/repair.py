@@ -28,7 +28,7 @@ from zkl_debug.store.layout import (
     site_from_json,
 )
 from zkl_debug.store.manifest import SegmentEntry, build_manifest, merge_parts, read_json, write_json
-from zkl_debug.store.reader import open_capture
+from zkl_debug.store.reader import Capture, open_capture, verify_payload
 from zkl_debug.store.segment import Block, SegmentWriter
 from zkl_debug.store.segment_reader import SegmentReader
 from zkl_debug.store.wal import LoggedBlock, LoggedFrame, Record, WalReader, header_json, is_being_written
@@ -140,20 +140,27 @@ def repair(path: Path) -> RepairReport:
 def _already_done(root: Path) -> RepairReport:
     with open_capture(root, partial=True) as capture:
         counts = capture.manifest["counts"]
-        try:
-            for site in capture.sites.values():
-                site.verify()
-        except CaptureInvalid as error:
-            raise CaptureInvalid(
-                error.found,
-                "the bytes that were written",
-                "capture again: a closed segment has no log any more",
-            ) from None
+        _check_closed(capture)
         if capture.manifest.get("repaired"):
             for file in list_segment_files(root):  # left by a repair that was killed after its manifest
                 if file.kind != "h5":
                     file.path.unlink()
         return RepairReport(root, True, len(capture.frames), len(capture.rows), int(counts.get("payload_rows", 0)))
+
+
+def _check_closed(capture: Capture) -> None:
+    """Refuse a closed capture that is damaged: its log is gone, so this is no way to mend it."""
+    try:
+        for site in capture.sites.values():
+            _ = site.rows, site.digest
+        bad = verify_payload(capture)
+        if bad:
+            count = sum(row.site == bad[0].site for row in bad)
+            raise CaptureInvalid(f"{capture.root}: {count} payload rows of {bad[0].site} are not what was written")
+    except CaptureInvalid as error:
+        raise CaptureInvalid(
+            error.found, "the bytes that were written", "capture again: a closed segment has no log any more"
+        ) from None
 
 
 def _repair_segment(work: _Work, rank: int, segment: int, files: dict[str, SegmentFile]) -> None:
