@@ -17,6 +17,7 @@ from zkl_debug.beds.operators import scan_operators
 from zkl_debug.capture.api import Capture
 from zkl_debug.capture.forcing import Forcing
 from zkl_debug.cli.main import main
+from zkl_debug.errors import Refused
 from zkl_debug.store.reader import open_capture
 
 
@@ -130,3 +131,28 @@ def test_attribution_through_the_command_accounts_for_the_whole_gap(capfd: pytes
     first = found["operators"][0]
     assert first["share"] == pytest.approx(first["alone"])
     assert first["share"] > 0.1
+
+
+def test_a_label_put_right_takes_its_log_prob_along() -> None:
+    table = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
+    before, now = torch.tensor([2, 1]), torch.tensor([0, 1])
+    selected = torch.tensor([-3.0, -5.0])
+    assert Forcing.looked_up_again(selected, table, before, now).tolist() == [-1.0, -5.0]
+    assert Forcing.looked_up_again(selected, table, now, torch.tensor([-1, 1])) is selected
+
+
+def test_a_side_that_does_not_repeat_is_refused() -> None:
+    with pytest.raises(Refused, match="train does not repeat"):
+        scan_operators(BedOptions(fault="L6", reprefill=False))
+
+
+@pytest.mark.slow
+def test_a_label_fault_accounts_for_its_gap(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bisect", "operators", "--bed", "tiny-gpt", "--fault", "M4", "--attribution", "--json"])
+    document = json.loads(capfd.readouterr().out)
+    assert stop.value.code == 1
+    assert [o["site"] for o in document["operators"]] == ["logprobs/label:out.0"]
+    found = document["attribution"]
+    assert [o["share"] for o in found["operators"]] == [1.0]
+    assert (found["unexplained"], found["still_differ"]) == (0.0, [])

@@ -16,7 +16,7 @@ from zkl_debug.beds.run import BedContext
 from zkl_debug.bits import to_float64
 from zkl_debug.capture.api import Capture
 from zkl_debug.capture.forcing import Forcing, Reference
-from zkl_debug.schema import Json
+from zkl_debug.schema import Json, parse_site
 
 LOG_PROBS = "logprobs/selected:out.0"
 _MOST = 24
@@ -59,12 +59,19 @@ class Attribution:
         remaining: with every operator put right.
         shares: in execution order.
         left_out: operators beyond the first ones, which were not tried.
+        still: outputs that still differ with every operator put right; the rest of the gap is theirs.
     """
 
     gap: Gap
     remaining: Gap
     shares: tuple[Share, ...]
     left_out: tuple[str, ...] = ()
+    still: tuple[str, ...] = ()
+
+    @property
+    def unexplained(self) -> float:
+        """Part of the mean gap that stays with every operator put right; 0 where there is no gap."""
+        return self.remaining.mean_abs / self.gap.mean_abs if self.gap.mean_abs else 0.0
 
     def to_json(self) -> Json:
         """The ``attribution`` object of ``bisect operators --json``."""
@@ -72,7 +79,9 @@ class Attribution:
             "gap": self.gap.to_json(),
             "remaining": self.remaining.to_json(),
             "operators": [vars(share) for share in self.shares],
+            "unexplained": self.unexplained,
             "left_out": list(self.left_out),
+            "still_differ": list(self.still),
         }
 
 
@@ -88,15 +97,17 @@ def attribute(
         say: told what happens.
     """
     tried = list(sites[:_MOST])
-    nothing = _gap(context, reference, [])
+    nothing, _ = _gap(context, reference, [])
     ladder = [nothing]
+    still: tuple[str, ...] = ()
     alone = []
     for i, site in enumerate(tried):
         say(f"gen: operator {i + 1} of {len(tried)} put right")
-        ladder.append(_gap(context, reference, tried[: i + 1]))
+        gap, still = _gap(context, reference, tried[: i + 1])
+        ladder.append(gap)
         # The first operator put right alone is the first step of the ladder.
-        alone.append(ladder[1] if i == 0 else _gap(context, reference, [site]))
-    return Attribution(nothing, ladder[-1], shares_of(tried, ladder, alone), tuple(sites[_MOST:]))
+        alone.append(ladder[1] if i == 0 else _gap(context, reference, [site])[0])
+    return Attribution(nothing, ladder[-1], shares_of(tried, ladder, alone), tuple(sites[_MOST:]), still)
 
 
 def shares_of(sites: Sequence[str], ladder: Sequence[Gap], alone: Sequence[Gap]) -> tuple[Share, ...]:
@@ -116,14 +127,16 @@ def shares_of(sites: Sequence[str], ladder: Sequence[Gap], alone: Sequence[Gap])
     )
 
 
-def _gap(context: BedContext, reference: Reference, right: Sequence[str]) -> Gap:
-    """Gap of the log-probs with some operators put right."""
+def _gap(context: BedContext, reference: Reference, right: Sequence[str]) -> tuple[Gap, tuple[str, ...]]:
+    """Gap of the log-probs with some operators put right, and the other outputs that differ all the same."""
     forcing = Forcing(reference, only=frozenset(right), watched=LOG_PROBS)
     with context.side("gen"), Capture(context.model, None, "gen", strict=True, forcing=forcing):
         context.run_gen()
+    differ = [(r.order, n) for n, r in forcing.results.items() if r.mismatched and not parse_site(n).is_input]
+    still = tuple(name for _, name in sorted(differ) if name not in right)
     if not forcing.kept:
-        return Gap(0, 0.0, 0.0)
+        return Gap(0, 0.0, 0.0), still
     dtype = reference.sites[LOG_PROBS].meta.torch_dtype
     a, b = (to_float64(np.concatenate([visit[side] for visit in forcing.kept]), dtype) for side in (0, 1))
     distance = np.abs(a - b)
-    return Gap(len(distance), float(distance.mean()), float(distance.max()))
+    return Gap(len(distance), float(distance.mean()), float(distance.max())), still

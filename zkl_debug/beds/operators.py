@@ -6,9 +6,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zkl_debug.beds.attribution import Attribution, attribute
 from zkl_debug.beds.bed import BedOptions
+from zkl_debug.beds.record import compare_outputs, gen_outputs, train_outputs
 from zkl_debug.beds.run import open_bed
 from zkl_debug.errors import Refused
 from zkl_debug.schema import Json, parse_site
@@ -71,7 +73,7 @@ def scan_operators(
         attribution: also say how much of the log-prob gap each operator accounts for.
 
     Raises:
-        Refused: when no site could be compared.
+        Refused: when a side does not repeat, or no site could be compared.
     """
     from zkl_debug.capture.api import Capture
     from zkl_debug.capture.forcing import Forcing
@@ -81,11 +83,17 @@ def scan_operators(
     with tempfile.TemporaryDirectory(prefix="zkl-operators-") as folder, open_bed(options) as context:
         say("gen: plain run (makes the tokens)")
         with context.side("gen"):
-            context.run_gen()
-        say("train: capture with payload")
+            plain = gen_outputs(context.run_gen())
+            say("gen: plain run, again")
+            _must_repeat("gen", plain, gen_outputs(context.run_gen()))
         train = Path(folder) / "train"
-        with context.side("train"), Capture(context.model, train, "train", level="payload", strict=True):
-            context.run_train()
+        with context.side("train"):
+            say("train: plain run")
+            plain = train_outputs(context.run_train())
+            say("train: capture with payload")
+            with Capture(context.model, train, "train", level="payload", strict=True):
+                captured = context.run_train()
+            _must_repeat("train", plain, train_outputs(captured))
         say("gen: forced run")
         with open_capture(train) as reference:
             forcing = Forcing(reference)
@@ -96,6 +104,17 @@ def scan_operators(
             if attribution and sites:
                 scan = replace(scan, attribution=attribute(context, reference, sites, say))
     return scan
+
+
+def _must_repeat(side: str, first: dict[str, Any], again: dict[str, Any]) -> None:
+    """Refuse when two runs of a side end in other values: every operator after the random one would be blamed."""
+    found = compare_outputs(first, again)
+    if not found["equal"]:
+        raise Refused(
+            f"{side} does not repeat: {found['mismatched']} of {found['values']} final values differ between two runs",
+            "two runs of the same inputs with equal outputs (no dropout, no sampling, deterministic kernels)",
+            "`zkl-debug capture` and `zkl-debug diff` with the same options name the first operator that varies",
+        )
 
 
 def _summary(forcing: object) -> OperatorScan:

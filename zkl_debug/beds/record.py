@@ -61,11 +61,11 @@ def record_bed(
     with open_bed(options) as context:
         out.mkdir(parents=True, exist_ok=True)
         with context.side("gen"):
-            gen = _side(context, "gen", folders.get("gen"), context.run_gen, record, certification, say, _gen_outputs)
+            gen = _side(context, "gen", folders.get("gen"), context.run_gen, record, certification, say, gen_outputs)
         if "train" in folders:
             with context.side("train"):
                 train = _side(
-                    context, "train", folders["train"], context.run_train, record, certification, say, _train_outputs
+                    context, "train", folders["train"], context.run_train, record, certification, say, train_outputs
                 )
         switches = [s.name for s in context.switches]
     repeat = {"options": asdict(options), "switches_on": switches, "record": asdict(record)}
@@ -101,8 +101,8 @@ def _side[T](
         probed = work()
         if plain is not None:
             certification[side] = {
-                "a0_a1": _compare(outputs(first), outputs(plain)),
-                "a0_a2": _compare(outputs(first), outputs(probed)),
+                "a0_a1": compare_outputs(outputs(first), outputs(plain)),
+                "a0_a2": compare_outputs(outputs(first), outputs(probed)),
             }
             capture.add_manifest("self_repeat", certification[side])
         capture.add_manifest("switches", {s.name: s.effective() for s in context.switches})
@@ -132,7 +132,8 @@ def _capture(context: BedContext, side: str, folder: Path, record: RecordOptions
     )
 
 
-def _gen_outputs(side: GenSide) -> dict[str, np.ndarray[Any, Any]]:
+def gen_outputs(side: GenSide) -> dict[str, np.ndarray[Any, Any]]:
+    """Final values of generation by request: tokens, and the bits of the log-probs."""
     found: dict[str, np.ndarray[Any, Any]] = {}
     for result in (*side.results, *side.reprefill):
         found[f"{result.request_id}/tokens"] = np.asarray(result.tokens, np.int64)
@@ -140,11 +141,12 @@ def _gen_outputs(side: GenSide) -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
-def _train_outputs(side: TrainSide) -> dict[str, np.ndarray[Any, Any]]:
+def train_outputs(side: TrainSide) -> dict[str, np.ndarray[Any, Any]]:
+    """Final values of scoring by sample: the bits of the log-probs."""
     return {f"{sample}/log_probs": values.view(np.uint32) for sample, values in side.log_probs.items()}
 
 
-def _compare(a: Mapping[str, np.ndarray[Any, Any]], b: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Json]:
+def compare_outputs(a: Mapping[str, np.ndarray[Any, Any]], b: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Json]:
     """Bitwise comparison of final outputs: how many values, how many differ, where first."""
     values = mismatched = 0
     first = ""

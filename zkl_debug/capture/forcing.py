@@ -118,6 +118,19 @@ class Forcing:
         write_rows(view, mine[differ], there[differ])
         result.forced += int(differ.sum())
 
+    @staticmethod
+    def looked_up_again(
+        selected: torch.Tensor, table: torch.Tensor, before: torch.Tensor, now: torch.Tensor
+    ) -> torch.Tensor:
+        """Log-probs [n] again, out of ``table`` [n, V], where a label was put right: ``before`` to ``now``, [n] each."""
+        changed = ((before != now) & (now >= 0) & (now < table.shape[-1])).to(selected.device)
+        if not bool(changed.any()):
+            return selected
+        labels = now.to(selected.device)[changed].long()
+        replaced = selected.clone()
+        replaced[changed] = table[changed].gather(1, labels[:, None]).squeeze(1).to(selected.dtype)
+        return replaced
+
     def _index_of(self, name: str, site: ReferenceSite) -> dict[bytes, int]:
         known = self._index.get(name)
         if known is None:

@@ -294,7 +294,12 @@ class CaptureSession:
         frame.blocks.append(Block(meta, view.row, digest, payload))
 
     def record_labels(
-        self, label_site: str, rows: NDArray[np.void], selected: torch.Tensor, used: torch.Tensor
+        self,
+        label_site: str,
+        rows: NDArray[np.void],
+        selected: torch.Tensor,
+        used: torch.Tensor,
+        table: torch.Tensor | None = None,
     ) -> None:
         """Record selected log-probs on label rows, with the label that was really used.
 
@@ -302,14 +307,19 @@ class CaptureSession:
             label_site: site of the selected log-prob, e.g. ``logprobs/selected:out.0``.
             rows: label rows from :func:`zkl_debug.capture.rows.label_rows`, shape [n].
             selected: log-probs, shape [n], float32.
-            used: label ids that were used, shape [n], int64.
+            used: label ids that were used, shape [n], int64; teacher forcing writes the other side's into it.
+            table: log-probs of the whole vocabulary, shape [n, V]. Where a label was put right, the log-prob is
+                looked up again in it; without it the old label's stays.
         """
         frame = self._frame
         if frame is None or frame.rows.warmup or len(rows) == 0:
             return
         index = (frame.n_rows + np.arange(len(rows))).astype(np.uint32)
         frame.labels.append(rows)
+        before = used.clone() if self.forcing is not None else used
         self.record_view("logprobs/label:out.0", RowView(used, None, index, ()), kind=SiteKind.TAP, semantic="label")
+        if self.forcing is not None and table is not None:
+            selected = self.forcing.looked_up_again(selected, table, before, used)
         view = RowView(selected.contiguous(), None, index, ())
         self.record_view(label_site, view, kind=SiteKind.TAP, semantic="selected")
 

@@ -19,7 +19,7 @@ from zkl_debug.errors import ExitCode
 def command(bed: str, attribution: bool, as_json: bool, **values: Any) -> int:
     """Feed scoring's value into generation at every operator and list those that still differ.
 
-    Exit code: 0 no operator differs, 1 some do, 3 nothing could be compared.
+    Exit code: 0 no operator differs, 1 some do, 3 a side does not repeat, or nothing could be compared.
     """
     from zkl_debug.beds.operators import scan_operators
 
@@ -54,5 +54,21 @@ def _print_attribution(found: Any) -> None:
     gap = found.gap
     console.print(f"log-probs: {gap.rows} rows, mean gap {gap.mean_abs:.3g} nats, largest {gap.max_abs:.3g}")
     for share in found.shares:
-        console.print(f"  {share.share:7.1%} of it  {share.site}  (put right alone: {share.alone:.1%} goes away)")
-    console.print(f"  all of them put right: mean gap {found.remaining.mean_abs:.3g}")
+        console.print(f"  {_percent(share.share):>7} of it  {share.site}  (put right alone: {_alone(share.alone)})")
+    if found.unexplained:
+        where = f"first {found.still[0]}" if found.still else "at no site that was seen"
+        rest = f"{_percent(found.unexplained)} of it is not explained by them: what still differs, {where}"
+        console.print(f"  [yellow]{rest}[/]")
+    else:
+        console.print("  all of them put right: nothing remains")
+    if found.left_out:
+        console.print(f"  not tried: {len(found.left_out)} more, from {found.left_out[0]}")
+
+
+def _percent(share: float) -> str:
+    """A share as text; one too small for its digits is not called zero."""
+    return f"{share:.1%}" if share == 0.0 or abs(share) >= 0.0005 else "<0.1%"
+
+
+def _alone(part: float) -> str:
+    return f"{_percent(-part)} more" if part < 0 else f"{_percent(part)} goes away"

@@ -126,7 +126,9 @@ def _record_dynamic(
     generated = np.where(made, np.uint32(RowFlag.GENERATED), np.uint32(0))
     rows = make_label_rows(capture.session, parents, labels[keep], generated)
     index = torch.from_numpy(keep).to(value.device)
-    capture.session.record_labels(SELECTED, rows, value.index_select(0, index), torch.from_numpy(used[keep]))
+    # The whole table is only wanted by teacher forcing; a plain capture must not copy it.
+    forced = table.index_select(0, index) if capture.session.forcing is not None else None
+    capture.session.record_labels(SELECTED, rows, value.index_select(0, index), torch.from_numpy(used[keep]), forced)
 
 
 def _by_request(request: np.ndarray[Any, Any]) -> tuple[list[int], np.ndarray[Any, Any]]:
