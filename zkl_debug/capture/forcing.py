@@ -122,7 +122,7 @@ class Forcing:
     def looked_up_again(
         selected: torch.Tensor, table: torch.Tensor, before: torch.Tensor, now: torch.Tensor
     ) -> torch.Tensor:
-        """Log-probs [n] again, out of ``table`` [n, V], where a label was put right: ``before`` to ``now``, [n] each."""
+        """Log-probs [n], out of ``table`` [n, V] where a label was put right (``before`` to ``now``, [n] each)."""
         changed = ((before != now) & (now >= 0) & (now < table.shape[-1])).to(selected.device)
         if not bool(changed.any()):
             return selected
