@@ -20,8 +20,9 @@ from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.hooks import ModuleHooks, ModuleRule
 from zkl_debug.capture.rows import FrameRows, padded_rows, warmup_rows
 from zkl_debug.capture.session import CaptureOptions, CaptureSession, make_label_rows
-from zkl_debug.capture.state import model_state, notices_mutation
+from zkl_debug.capture.state import notices_mutation
 from zkl_debug.capture.taps import TapSet
+from zkl_debug.capture.weights import WeightWatch
 from zkl_debug.errors import UsageError
 from zkl_debug.schema import Json, SiteKind
 from zkl_debug.store.writer import CaptureWriter
@@ -97,6 +98,7 @@ class Capture:
         self.taps = TapSet()
         self.session: CaptureSession
         self._hooks: ModuleHooks
+        self._weights: WeightWatch
         self._root: list[Any] = []
         self._pending: FrameRows | None = None
         self._next_sample = 0
@@ -117,10 +119,10 @@ class Capture:
                 budget_bytes=self.options.budget,
             )
         self.session = CaptureSession(writer, self.options, self.forcing)
+        self._weights = WeightWatch(self.session, self.model)
         self._hooks = ModuleHooks(self.session, self.model, self.adapter.rules if self.adapter else ())
         with self.session.guarded("attach"):
             if writer is not None:
-                self.session.state(model_state(self.model))
                 self.add_manifest("self_test", {"mutation": notices_mutation()})
             self._root = [
                 self.model.register_forward_pre_hook(self._before_model, with_kwargs=True),
@@ -143,6 +145,7 @@ class Capture:
         """A graph of a whole model runs no hook: its rows are those given by :meth:`next_rows`."""
         rows, self._pending = self._pending, None
         if rows is not None:
+            self._weights.before_frame(rows)
             self.session.begin_frame(rows)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -236,6 +239,7 @@ class Capture:
             if rows is None:
                 session.end_frame()
                 return
+            self._weights.before_frame(rows)
             session.begin_frame(rows)
             if rows.warmup:
                 return

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from zkl_debug.capture.layout import dtype_name
-from zkl_debug.capture.state import tensor_digest
+from zkl_debug.capture.state import allocated, tensor_digest
 from zkl_debug.capture.taps import TapSet
 from zkl_debug.capture.walk import Found, walk
 from zkl_debug.digest_torch import unobserved
@@ -253,7 +251,7 @@ def _records(part: str, found: Sequence[Found], budget: int) -> Iterator[StateRe
             detail["storage_offset"] = tensor.storage_offset() * tensor.element_size()
         nbytes = tensor.numel() * tensor.element_size()
         digest = (0, 0)
-        if nbytes and _extent(tensor) > storage.nbytes():
+        if not allocated(tensor):
             detail["no_digest"] = "its storage is not allocated"
         elif nbytes > budget:
             detail["no_digest"] = "over the budget of a snapshot"
@@ -266,12 +264,6 @@ def _records(part: str, found: Sequence[Found], budget: int) -> Iterator[StateRe
             digest = digests[key]
         shape = tuple(tensor.shape)
         yield StateRecord(name, entry.kind, dtype_name(tensor), shape, digest, tensor.data_ptr(), detail)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes of storage up to the tensor's last element."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (int(tensor.storage_offset()) + int(last) + 1) * tensor.element_size()
 
 
 def _renamed(record: StateRecord, name: str) -> StateRecord:

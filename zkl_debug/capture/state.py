@@ -23,12 +23,25 @@ def tensor_digest(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def model_state(model: nn.Module) -> list[StateRecord]:
-    """One record per parameter and buffer, by canonical name.
+    """One record per parameter and buffer, by canonical name; those without memory of their own now are left out.
 
     Tied tensors appear under every name they have, with the same ``data_ptr``.
     """
     with torch.no_grad(), _disable_current_modes():
-        return [_record(name, kind, tensor) for name, kind, tensor in _named(model)]
+        return [_record(name, kind, tensor) for name, kind, tensor in _named(model) if allocated(tensor)]
+
+
+def allocated(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes are there: not on the meta device, not resized away (offloaded, sharded)."""
+    if tensor.is_meta:
+        return False
+    return not tensor.numel() or extent(tensor) <= tensor.untyped_storage().nbytes()
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes of storage up to the tensor's last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + int(last) + 1) * tensor.element_size()
 
 
 def notices_mutation() -> bool:

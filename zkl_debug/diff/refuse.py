@@ -14,7 +14,7 @@ from zkl_debug.diff.model import PHASE_EDGES, CaptureLike, Ints, Refusal, fact, 
 from zkl_debug.diff.rows import RowSpace
 from zkl_debug.diff.sites import SitePair
 from zkl_debug.errors import ZklError
-from zkl_debug.schema import Json, Phase, StateRecord, row_phase
+from zkl_debug.schema import Json, Phase, row_phase
 
 _LISTED = 10
 
@@ -153,63 +153,6 @@ def check_repeat(name: str, capture: CaptureLike, stochastic: str | None) -> Ref
 def _inconclusive(refusal: Refusal) -> Refusal:
     values = (refusal.code, refusal.text, refusal.found, refusal.expected, refusal.next, refusal.detail)
     return Refusal(*values, inconclusive=True)
-
-
-def _state(capture: CaptureLike) -> dict[str, StateRecord]:
-    if not capture.states:
-        return {}
-    return {record.name: record for record in capture.states[min(capture.states)]}
-
-
-def _differing(a: Mapping[str, StateRecord], b: Mapping[str, StateRecord], kind: str) -> tuple[list[str], list[str]]:
-    """(common names, common names whose tensors differ) of one kind of state."""
-    common = [n for n, record in a.items() if n in b and record.kind == kind and b[n].kind == kind]
-
-    def bits(record: StateRecord) -> tuple[object, ...]:
-        return (record.torch_dtype, tuple(record.shape), tuple(record.digest))
-
-    return common, [n for n in common if bits(a[n]) != bits(b[n])]
-
-
-def check_weights(a: CaptureLike, b: CaptureLike) -> tuple[Refusal | None, dict[str, Json]]:
-    """Parameters that differ. Names on one side only and differing buffers are reported, not refused."""
-    left, right = _state(a), _state(b)
-    if not left or not right:
-        missing = [name for name, state in (("A", left), ("B", right)) if not state]
-        return None, {"weights": f"not captured on {' and '.join(missing)}"}
-    common, differ = _differing(left, right, "parameter")
-    _, buffers = _differing(left, right, "buffer")
-    one_sided = sorted(
-        name
-        for state, other in ((left, right), (right, left))
-        for name, record in state.items()
-        if record.kind == "parameter" and name not in other
-    )
-    report: dict[str, Json] = {
-        "weights": "equal",
-        "parameters": len(common),
-        "on_one_side": one_sided[:_LISTED],
-        "buffers_differ": buffers[:_LISTED],
-    }
-    next_step = "load the same checkpoint on both sides, or check the weight sync, then capture again"
-    if not common:
-        text = "no parameter has the same name on both sides"
-        found = f"A: {next(iter(left), '-')} ..., B: {next(iter(right), '-')} ..."
-        return refuse("no-common-weights", text, found, "the same model on both sides", next_step), report
-    if not differ:
-        return None, report
-    report["weights"] = "differ"
-    first = left[differ[0]], right[differ[0]]
-    other = [f"A has it as {x}, B as {y}" for x, y in zip(*map(_form, first), strict=True) if x != y]
-    text = f"{len(differ)} of {len(common)} parameters differ, first {differ[0]}" + "".join(f"; {t}" for t in other)
-    found = ", ".join(differ[:_LISTED]) + (" ..." if len(differ) > _LISTED else "")
-    expected = "the same weights on both sides: layers cannot be blamed while they differ"
-    detail = {"parameters": differ[:100], "count": len(differ), "of": len(common)}
-    return refuse("weights-differ", text, found, expected, next_step, **detail), report
-
-
-def _form(record: StateRecord) -> tuple[str, str]:
-    return record.torch_dtype, str(list(record.shape))
 
 
 def check_overlap(space: RowSpace, sites: Sequence[SitePair]) -> Refusal | None:

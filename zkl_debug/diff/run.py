@@ -26,12 +26,12 @@ from zkl_debug.diff.refuse import (
     check_same,
     check_self_test,
     check_switches,
-    check_weights,
     from_error,
 )
 from zkl_debug.diff.suggest import suggestions
 from zkl_debug.diff.tokens import check_tokens
 from zkl_debug.diff.verdict import Claim, Verdict, refused
+from zkl_debug.diff.weights import check_weights
 from zkl_debug.errors import CaptureInvalid
 from zkl_debug.schema import Json
 
