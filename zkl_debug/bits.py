@@ -235,19 +235,22 @@ def round_to(values: NDArray[Any], to_dtype: str, from_dtype: str | None = None)
 
     Args:
         values: float64 values, or raw bits of ``from_dtype`` when that is given.
-        to_dtype: any signed float dtype that is not packed.
+        to_dtype: any signed float dtype. A packed one saturates, has no NaN, and needs an even number of values on
+            the last axis.
         from_dtype: dtype of the bits in ``values``.
 
     Returns:
-        Raw bits in the storage dtype of ``to_dtype``, the shape of the values.
+        Raw bits in the storage dtype of ``to_dtype``, the shape of the values (last axis halved for a packed dtype).
 
     Raises:
-        ValueError: when ``to_dtype`` is an integer, packed or unsigned dtype.
+        ValueError: when ``to_dtype`` is an integer or unsigned dtype, or has no NaN and a value is NaN.
     """
     info = dtype_info(to_dtype)
-    if not info.is_float or info.is_packed or not info.is_signed:
-        raise ValueError(f"cannot round to {to_dtype}: not a signed float that is stored one value an element")
+    if not info.is_float or not info.is_signed:
+        raise ValueError(f"cannot round to {to_dtype}: not a signed float")
     wide = np.asarray(values, np.float64) if from_dtype is None else to_float64(values, from_dtype)
+    if info.is_packed and np.isnan(wide).any():
+        raise ValueError(f"cannot round NaN to {to_dtype}: it has none")
     lowest = 1 - info.bias
     sign_bit = 1 << (info.value_bits - 1)
     finite = np.isfinite(wide)
@@ -263,7 +266,8 @@ def round_to(values: NDArray[Any], to_dtype: str, from_dtype: str | None = None)
     if info.nan == "fnuz":
         negative &= (code != 0) & (code != special[1])
     bits = code.astype(np.uint64) | np.where(negative & ~np.isnan(wide), np.uint64(sign_bit), np.uint64(0))
-    return np.asarray(bits.astype(info.storage))
+    codes = np.asarray(bits.astype(info.storage))
+    return codes if not info.is_packed else np.asarray(codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4)))
 
 
 def _special_codes(info: DTypeInfo) -> tuple[int, int]:

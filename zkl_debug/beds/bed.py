@@ -124,6 +124,7 @@ class BedOptions:
         dtype: ``fp32`` or ``bf16``.
         stack: whole switch ladder on or off.
         switches: single switches changed against ``stack``.
+        one_sided: switches that are on round one side alone, and which.
         fault: id of the fault to put in, or None.
         sides: which sides to run; ``train`` alone still needs ``sequences`` or a ``gen`` run before.
         permute: 0, or a seed for the order of requests and of scored sequences.
@@ -150,6 +151,7 @@ class BedOptions:
     dtype: str = "bf16"
     stack: bool = True
     switches: Mapping[str, bool] = field(default_factory=dict)
+    one_sided: Mapping[str, str] = field(default_factory=dict)
     fault: str | None = None
     sides: tuple[str, ...] = SIDES
     permute: int = 0
@@ -196,5 +198,7 @@ class BedOptions:
         wrong = [s for s in self.sides if s not in SIDES]
         if wrong or not self.sides:
             raise UsageError(f"sides {', '.join(self.sides) or 'none'}", f"some of {', '.join(SIDES)}")
+        if self.one_sided and known.on_gpu:
+            raise UsageError(f"bed {self.bed} has no switches of one side alone", "a bed of a CPU", "zkl-debug beds")
         if self.chunk <= 0 or self.chunk % 64:
             raise UsageError(f"chunk {self.chunk}", "a positive multiple of 64: mcore pads mixed steps to 64 tokens")

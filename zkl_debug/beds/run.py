@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zkl_debug.beds import workload
-from zkl_debug.beds.bed import Bed, BedOptions, bed
+from zkl_debug.beds.bed import SIDES, Bed, BedOptions, bed
 from zkl_debug.beds.faults import Fault, fault
 from zkl_debug.errors import UsageError
-from zkl_debug.stack import Switch, resolve
+from zkl_debug.stack import Switch, resolve, switch
+from zkl_debug.stack.switches import check_together
 
 if TYPE_CHECKING:
     from zkl_debug.engines.megatron.generation import DynamicGenerator, GenResult
@@ -65,6 +66,7 @@ class BedContext:
     generator: DynamicGenerator
     switches: tuple[Switch, ...]
     fault: Fault
+    one_sided: Mapping[str, tuple[Switch, ...]] = field(default_factory=dict)
     sequences: dict[int, tuple[int, ...]] = field(default_factory=dict)
     prompt_lens: dict[int, int] = field(default_factory=dict)
 
@@ -73,9 +75,18 @@ class BedContext:
         """Whether scoring packs: asked for, and possible with the attention that is in place."""
         return self.options.packing and any(s.name == "attention-reference" for s in self.switches)
 
-    def side(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def side(self, name: str) -> Iterator[None]:
         """The surroundings of one side (``gen`` or ``train``). A capture session goes inside it."""
-        return self.fault.side(name, self)
+        from zkl_debug.stack.switches import applied
+
+        before, own = self.switches, self.one_sided.get(name, ())
+        self.switches = (*before, *own)
+        try:
+            with applied(own), self.fault.side(name, self):
+                yield
+        finally:
+            self.switches = before
 
     def run_gen(self) -> GenSide:
         """Generate, then re-prefill. Repeatable; the first run defines the sequences that are scored."""
@@ -163,7 +174,8 @@ def open_bed(options: BedOptions) -> Iterator[BedContext]:
         return
     put_in = fault(options.fault, options.bed, options.dtype)
     options = put_in.adjust(options)
-    switches = resolve(options.stack, options.switches)
+    switches = resolve(options.stack, {**options.switches, **dict.fromkeys(options.one_sided, False)})
+    one_sided = _one_sided(options, switches)
 
     from zkl_debug.engines.cpu import cpu_backend
     from zkl_debug.engines.megatron import generation, model, world
@@ -177,7 +189,25 @@ def open_bed(options: BedOptions) -> Iterator[BedContext]:
         stack.enter_context(applied(switches))
         built = model.build_model(spec, options.dtype, options.seed)
         generator = generation.DynamicGenerator(built, _gen_config(options, spec.max_length))
-        yield BedContext(options, known, spec, built, generator, switches, put_in)
+        yield BedContext(options, known, spec, built, generator, switches, put_in, one_sided)
+
+
+def _one_sided(options: BedOptions, switches: Sequence[Switch]) -> dict[str, tuple[Switch, ...]]:
+    """Switches that are on round one side alone, by side.
+
+    Raises:
+        SwitchError: they do not go together with those of both sides.
+    """
+    found: dict[str, tuple[Switch, ...]] = {}
+    for side in SIDES:
+        names = [name for name, where in options.one_sided.items() if where == side]
+        own = tuple(switch(name) for name in names)
+        for s in own:
+            if not s.carried or s.kind in ("engine key", "model key"):
+                raise UsageError(f"switch {s.name} cannot be on {side} alone", "it shapes what both sides share")
+        check_together((*switches, *own))
+        found[side] = own
+    return found
 
 
 def _gen_config(options: BedOptions, max_length: int) -> Any:

@@ -20,7 +20,7 @@ def bed_options[F: Callable[..., Any]](function: F) -> F:
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="bf16", show_default=True),
     click.option("--stack", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Whole ladder."),
-    click.option("--switch", "switches", multiple=True, metavar="NAME=on|off", help="Change one switch; repeatable."),
+    click.option("--switch", "switches", multiple=True, metavar="NAME=on|off|gen|train", help="Change one switch."),
     click.option("--fault", default=None, metavar="ID", help="Put a known defect in (see `zkl-debug beds`)."),
     click.option(
         "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Weights and prompts."
@@ -58,7 +58,7 @@ def make_options(bed: str, values: Mapping[str, Any], sides: tuple[str, ...]) ->
     """``BedOptions`` from the values of :func:`bed_options`.
 
     Raises:
-        UsageError: a switch that is not NAME=on or NAME=off, or anything ``BedOptions`` does not take.
+        UsageError: a switch that is not NAME=on, off, gen or train, or anything ``BedOptions`` does not take.
     """
     from zkl_debug.beds.bed import BedOptions
 
@@ -68,16 +68,24 @@ def make_options(bed: str, values: Mapping[str, Any], sides: tuple[str, ...]) ->
     if values["neighbours"] < 0:
         raise UsageError(f"--neighbours {values['neighbours']}", "0 or more")
     chosen = {name: values[name] for name in _DIRECT}
+    switches, one_sided = _switches(values["switches"])
     return BedOptions(
-        bed=bed, stack=values["stack"] == "on", switches=_switches(values["switches"]), sides=sides, **chosen
+        bed=bed, stack=values["stack"] == "on", switches=switches, one_sided=one_sided, sides=sides, **chosen
     )
 
 
-def _switches(texts: tuple[str, ...]) -> dict[str, bool]:
-    found = {}
+def _switches(texts: tuple[str, ...]) -> tuple[dict[str, bool], dict[str, str]]:
+    """What is on or off on both sides, and what is on round one side alone. The last word on a name counts."""
+    both: dict[str, bool] = {}
+    one: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals or value not in ("on", "off"):
-            raise UsageError(f"--switch {text}", "NAME=on or NAME=off", "zkl-debug beds")
-        found[name] = value == "on"
-    return found
+        if not equals or value not in ("on", "off", "gen", "train"):
+            raise UsageError(f"--switch {text}", "NAME=on, NAME=off, or NAME=gen, NAME=train for one side alone")
+        both.pop(name, None)
+        one.pop(name, None)
+        if value in ("on", "off"):
+            both[name] = value == "on"
+        else:
+            one[name] = value
+    return both, one

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.markup import escape
 from rich.table import Table
 
 from zkl_debug.cli.common import emit_json, stdout
+
+if TYPE_CHECKING:
+    from zkl_debug.stack.switches import Switch
 
 
 def describe() -> dict[str, Any]:
@@ -19,6 +22,7 @@ def describe() -> dict[str, Any]:
     from zkl_debug.beds.grpo.faults_loop import LOOP_FAULTS
     from zkl_debug.beds.grpo.options import DTYPES, LAYOUTS
     from zkl_debug.stack import ladder
+    from zkl_debug.stack.catalogue.precision import PRECISIONS
 
     return {
         "format": "zkl-beds",
@@ -42,17 +46,8 @@ def describe() -> dict[str, Any]:
                 "faults": list(LOOP_FAULTS),
             }
         ],
-        "switches": [
-            {
-                "name": s.name,
-                "fixes": s.fixes,
-                "owner": s.owner,
-                "group": s.group,
-                "requires": list(s.requires),
-                "conflicts": list(s.conflicts),
-            }
-            for s in ladder()
-        ],
+        "switches": [_switch(s) for s in ladder()],
+        "precisions": [_switch(s) for s in PRECISIONS],
         "faults": [
             {"id": f.id, "title": f.title, "source": f.source, "beds": list(f.beds), "dtypes": list(f.dtypes)}
             for f in FAULTS.values()
@@ -60,6 +55,17 @@ def describe() -> dict[str, Any]:
         "loop_faults": [
             {"id": f.id, "title": f.title, "source": f.source, "layouts": list(f.layouts)} for f in LOOP_FAULTS.values()
         ],
+    }
+
+
+def _switch(s: Switch) -> dict[str, Any]:
+    return {
+        "name": s.name,
+        "fixes": s.fixes,
+        "owner": s.owner,
+        "group": s.group,
+        "requires": list(s.requires),
+        "conflicts": list(s.conflicts),
     }
 
 
@@ -75,6 +81,7 @@ def command(as_json: bool) -> int:
     for title, key, columns in (
         ("Beds", "beds", ("name", "description", "dtypes", "untestable")),
         ("Switches, in ladder order", "switches", ("name", "fixes", "owner")),
+        ("Formats, on by name alone (--switch NAME=on|gen|train)", "precisions", ("name", "fixes")),
         ("Faults", "faults", ("id", "title", "beds", "dtypes")),
         ("Faults of the loop", "loop_faults", ("id", "title", "layouts")),
     ):

@@ -88,6 +88,7 @@ class FlowMap:
         feeds = [Feed(port, Via.HISTORY if mixes else Via.ROW) for port in ports]
         feeds += self._known(site.path, site.op)
         feeds += self._routing(site.owner)
+        feeds += self._scales(i)
         from_tokens = not ports and (site.op == "label" or bool(_FROM_TOKENS.search(site.path)))
         return Flow(tuple(feeds), bool(feeds) or from_tokens, False, container)
 
@@ -121,6 +122,15 @@ class FlowMap:
         """Expert-side operators also read what the router chose."""
         match = _ROUTED.match(owner)
         return self._all_outs(f"{match.group('mlp')}/router.topk", Via.ROW) if match else []
+
+    def _scales(self, i: int) -> list[Feed]:
+        """Values in a block format depend on the scales of their blocks, and those on the scale of the row."""
+        site = self.sites[i].parsed
+        if site.operator != "quantize":
+            return []
+        above = {"out.0": ("out.1", "out.2"), "out.1": ("out.2",)}.get(site.port, ())
+        feeds = (self.index.get(f"{site.owner}:{port}") for port in above)
+        return [Feed(at, Via.ROW) for at in feeds if at is not None and self.sites[at].matched]
 
     def _all_outs(self, owner: str, via: Via) -> list[Feed]:
         return [Feed(i, via) for i in self._outs.get(owner, ())]

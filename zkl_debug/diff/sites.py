@@ -66,6 +66,8 @@ def join_sites(a: CaptureLike, b: CaptureLike, aliases: Mapping[str, str] | None
     for name in names:
         one, two = left.get(name), right.get(name)
         differ = _differ(one.meta, two.meta) if one is not None and two is not None else ""
+        if one is None or two is None:
+            one, two, differ = _plain_operand(name, left, right)
         pairs.append(SitePair(name, parse_site(name), one, two, differ))
     return tuple(pairs)
 
@@ -76,6 +78,27 @@ def _differ(a: SiteMeta, b: SiteMeta) -> str:
     if prod(a.row_shape) != prod(b.row_shape):
         return f"row shape {list(a.row_shape)} on A, {list(b.row_shape)} on B"
     return ""
+
+
+def _plain_operand(
+    name: str, left: Mapping[str, SiteLike], right: Mapping[str, SiteLike]
+) -> tuple[SiteLike | None, SiteLike | None, str]:
+    """What stands against the operand of a product that one side alone puts into a block format.
+
+    The other side multiplies the input of the layer as it is: it stands against what was quantised, and against what
+    became of it.
+    """
+    one, two = left.get(name), right.get(name)
+    owner, _, port = name.rpartition(":")
+    layer = owner.removesuffix("/quantize")
+    other = right if two is None else left
+    if layer == owner or port not in ("in.0", "out.0") or f"{owner}:out.0" in other:
+        return one, two, ""
+    plain = other.get(f"{layer}:in")
+    one, two = (one, plain) if two is None else (plain, two)
+    if one is None or two is None or port == "in.0":
+        return one, two, "" if one is None or two is None else _differ(one.meta, two.meta)
+    return one, two, f"{'A' if other is left else 'B'} does not quantise: {_differ(one.meta, two.meta)}"
 
 
 def _ordered(sites: Mapping[str, SiteLike]) -> list[str]:

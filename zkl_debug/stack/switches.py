@@ -109,14 +109,15 @@ def ladder() -> tuple[Switch, ...]:
 
 
 def switch(name: str) -> Switch:
-    """The switch of that name: of the CPU stack, or any other of the full ladder.
+    """The switch of that name: of the CPU stack, any other of the full ladder, or a precision of the beds.
 
     Raises:
         SwitchError: when there is none.
     """
+    from zkl_debug.stack.catalogue.precision import PRECISIONS
     from zkl_debug.stack.full import full_ladder
 
-    known = {s.name: s for s in full_ladder()}
+    known = {s.name: s for s in (*full_ladder(), *PRECISIONS)}
     if name not in known:
         raise SwitchError(f"no switch named {name!r}", f"one of {_near(name, known)}", "zkl-debug stack")
     return known[name]

@@ -11,7 +11,7 @@ import numpy as np
 from zkl_debug.diff.compare import SiteRows, gather
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.edges import named_row
-from zkl_debug.diff.explain import gather_more, gather_rows
+from zkl_debug.diff.explain import gather_more, gather_quantised, gather_rows
 from zkl_debug.diff.explain.model import Evidence, Port, Values
 from zkl_debug.diff.facts import RowFacts, row_facts
 from zkl_debug.diff.model import Ints, Kind, fact
@@ -120,17 +120,19 @@ def evidence(comparison: Comparison, edge: str) -> Evidence | None:
         routing=gather_more.routing(comparison, edge, chosen.site, chosen.facts),
         parents=gather_more.labels(comparison, chosen.site, looked, chosen.facts),
         call=_call(chosen, looked),
+        quantised=gather_quantised.quantised(chosen),
     )
 
 
 def port(chosen: Chosen, site: int, pairs: Ints) -> Port | None:
     """Values of a site in some pairs, None where raw bits are missing."""
     pair, where = chosen.comparison.sites[site], chosen.comparison.where(site)
-    sides = [_values(chosen.comparison, pair, where, rows) for rows in chosen.rows(pairs)]
+    sides = [values_of(chosen.comparison, pair, where, rows) for rows in chosen.rows(pairs)]
     return None if sides[0] is None or sides[1] is None else Port(sides[0], sides[1])
 
 
-def _values(comparison: Comparison, pair: SitePair, where: SiteRows, rows: Ints) -> Values | None:
+def values_of(comparison: Comparison, pair: SitePair, where: SiteRows, rows: Ints) -> Values | None:
+    """Values of a site at unified rows of one side; None where raw bits are missing."""
     if not len(rows) or not where.bits[rows].all():
         return None
     sides = np.unique(comparison.space.side[rows])

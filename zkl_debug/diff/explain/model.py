@@ -190,6 +190,45 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class Operand:
+    """Rows as one side hands them to a product: in a block format, or as they are. Raw bits where they were captured.
+
+    Attributes:
+        dtypes: dtype of each part, by name (``data``, ``scale``, ``overall``); ``data`` alone: not quantised.
+        data, scale, overall: the parts, [m, *]; None without raw bits.
+    """
+
+    dtypes: Mapping[str, str]
+    data: Values | None = None
+    scale: Values | None = None
+    overall: Values | None = None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether there are scales."""
+        return "scale" in self.dtypes
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Evidence of an operator that puts rows into a block format.
+
+    Attributes:
+        left, right: what became of the rows on each side.
+        source: what was quantised, equal on both sides in all pairs; None where it is not, or not captured.
+        weight: parts of the layer's weight (``data``, ``scale`` ...) that differ between the sides, where the
+            parameter itself is equal; ``one-side`` where one side alone quantises it.
+        is_operand: the site is the operand itself, not the product.
+    """
+
+    left: Operand
+    right: Operand
+    source: Values | None = None
+    weight: tuple[str, ...] = ()
+    is_operand: bool = True
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Everything known of the affected rows at the site in question.
 
@@ -212,6 +251,7 @@ class Evidence:
         routing: router choices.
         parents: for a label row: the label that was used and the log-probs it was taken from.
         call: other facts of the pairs, by name, int64 [m].
+        quantised: parts of an operand in a block format, at its own sites and at those of the product.
     """
 
     site: SiteName
@@ -236,6 +276,7 @@ class Evidence:
     routing: Routing | None = None
     parents: Labels | None = None
     call: Mapping[str, Ints] = field(default_factory=dict)
+    quantised: Quantised | None = None
 
     def pair(self) -> Port | None:
         """The values, where both sides are floats of one dtype and width."""

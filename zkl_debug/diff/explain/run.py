@@ -6,7 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zkl_debug.diff.comparison import Comparison
-from zkl_debug.diff.explain import affine, attention, logprob, moe, norm, order, rope, rounding, rows, weights
+from zkl_debug.diff.explain import (
+    affine,
+    attention,
+    logprob,
+    moe,
+    norm,
+    order,
+    quantised,
+    rope,
+    rounding,
+    rows,
+    weights,
+)
 from zkl_debug.diff.explain.gather import evidence
 from zkl_debug.diff.explain.model import Evidence, Explanation, Finding, Strength
 from zkl_debug.schema import Json
@@ -84,6 +96,7 @@ def _wide(e: Evidence) -> bool:
 
 #: Every explanation, the more specific first: of equal strength the earlier one is told first.
 TESTS = (
+    Test("quantisation-differs", quantised.quantisation, _nothing, lambda e: e.quantised is not None),
     Test("shape-change", rounding.shape_change, _nothing, lambda e: bool(e.differ)),
     Test("dtype-change", rounding.dtype_change, _nothing, lambda e: bool(e.differ)),
     Test("label-fault", logprob.label_fault, _labels, _operator("label", "selected")),

@@ -113,6 +113,44 @@ def linear_forward(wrap: Wrap) -> Iterator[None]:
 
 
 @contextmanager
+def block_linears(multiply: Callable[[bool, torch.Tensor, torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    """The product of Column- and RowParallelLinear inside the transformer block, of experts too; not the output layer.
+
+    ``multiply(is_expert, input, weight)`` gives the product, or None to leave it to mcore. Layers with a bias or with
+    work distributed over ranks are left alone.
+    """
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    inside = [0]
+
+    def note(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            inside[0] += 1
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                inside[0] -= 1
+
+        return forward
+
+    def product(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            plain = kwargs.get("bias") is None and not kwargs.get("sequence_parallel")
+            out = multiply(bool(self.is_expert), input, weight) if inside[0] and plain else None
+            return original(self, input, weight, *args, **kwargs) if out is None else out
+
+        return _forward_impl
+
+    with (
+        patched(TransformerBlock, "forward", note),
+        patched(ColumnParallelLinear, "_forward_impl", product),
+        patched(RowParallelLinear, "_forward_impl", product),
+    ):
+        yield
+
+
+@contextmanager
 def gen_rope(wrap: Wrap) -> Iterator[None]:
     """``apply_rotary_pos_emb(t, freqs, config, ...)`` as the dynamic inference context calls it."""
     import megatron.core.inference.contexts.dynamic_context as dynamic_context
