@@ -11,6 +11,7 @@ import click
 
 from zkl_debug.cli.common import emit_json, stderr, stdout
 from zkl_debug.diff.comparison import Progress
+from zkl_debug.diff.processes import Processes
 from zkl_debug.diff.report import print_report
 from zkl_debug.diff.run import diff_captures
 from zkl_debug.diff.verdict import Verdict
@@ -38,8 +39,25 @@ if TYPE_CHECKING:
 @click.option(
     "--drill", is_flag=True, help="Run the bed again: raw bits round the first site, then every operator inside it."
 )
+@click.option(
+    "--first", "first_only", is_flag=True, help="Stop at the first site that differs; later ones are listed as skipped."
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    help="Processes that compare sites. Default: one a core where there is enough to compare.",
+)
 def command(
-    a: Path, b: Path, as_json: bool, partial: bool, verify_bytes: bool, html: Path | None, replay: bool, drill: bool
+    a: Path,
+    b: Path,
+    as_json: bool,
+    partial: bool,
+    verify_bytes: bool,
+    html: Path | None,
+    replay: bool,
+    drill: bool,
+    first_only: bool,
+    jobs: int | None,
 ) -> int:
     """Compare captures A and B and name the first operator that is not bitwise equal.
 
@@ -47,7 +65,15 @@ def command(
     matter. Exit code: 0 identical, 1 diverged, 3 refused, 4 inconclusive.
     """
     with _progress() as bar:
-        verdict = diff_captures(a, b, partial=partial, verify_bytes=verify_bytes, progress=bar)
+        verdict = diff_captures(
+            a,
+            b,
+            partial=partial,
+            verify_bytes=verify_bytes,
+            progress=bar,
+            first_only=first_only,
+            runner=Processes(jobs),
+        )
     drilled = _drilled(verdict, a, b) if drill and verdict.first is not None else None
     if drilled is not None:
         verdict = drilled.verdict
@@ -85,7 +111,7 @@ def _print_drill(drilled: Drill) -> None:
 
 def _replayed(verdict: Verdict, a: Path, b: Path) -> Verdict:
     """The verdict after calling its first operator again, and in float64; unchanged when nothing diverges."""
-    if not verdict.by_rows:
+    if verdict.first is None:
         return verdict
     from zkl_debug.beds.replay import replay_first, settle
     from zkl_debug.beds.ruling import rule_first

@@ -98,11 +98,22 @@ def same_bytes(a: SiteLike, b: SiteLike) -> bool:
     """
     if a.meta.torch_dtype != b.meta.torch_dtype or prod(a.meta.row_shape) != prod(b.meta.row_shape):
         return False
-    _, at_a, at_b = np.intersect1d(a.rows, b.rows, return_indices=True)
-    left, right = np.asarray(a.digest)[at_a], np.asarray(b.digest)[at_b]
+    same_rows = a.rows is b.rows and bool((np.diff(a.rows) > 0).all())
+    if same_rows and not np.array_equal(_head(a), _head(b)):
+        return False  # seen from the first rows, without reading the others
+    left, right = np.asarray(a.digest), np.asarray(b.digest)
+    if not same_rows:
+        _, at_a, at_b = np.intersect1d(a.rows, b.rows, return_indices=True)
+        left, right = left[at_a], right[at_b]
     if not len(left) or not np.array_equal(left, right):
         return False
     return _varies(left)
+
+
+def _head(site: SiteLike) -> U64:
+    """Digests of the first rows of a site, as many as are cheap to read."""
+    head = getattr(site, "head", None)
+    return np.asarray(site.digest if head is None else head)
 
 
 def _varies(digest: U64) -> bool:

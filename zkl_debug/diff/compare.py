@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,49 +22,108 @@ _BLOCK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class SiteRows:
-    """Where the rows of a site are.
+class Placement:
+    """Where the rows of all sites are that have the same rows on both sides.
 
     Attributes:
+        rows: rows of the sites in the captures of A and B, int64; None where the site is not there.
         at: index of each unified row into the site's rows of its side, -1 where the site has no such row, int64 [U].
-        bits: unified rows whose raw bits are there, bool [U].
-        digest: digests of the site rows of A, then of B, uint64 [n_a + n_b, 2].
         split: site rows of A.
         repeated: site rows left out because the same row was recorded twice under one name.
     """
 
+    rows: tuple[Ints | None, Ints | None]
     at: Ints
-    bits: Bools
-    digest: U64
     split: int
     repeated: int
 
     def index(self, space: RowSpace, rows: Ints) -> Ints:
-        """Index of unified rows (all present) into ``digest``."""
+        """Index of unified rows (all present) into the digests of A, then of B."""
         return np.asarray(self.at[rows] + np.where(space.side[rows] == 1, self.split, 0), np.int64)
+
+
+@dataclass(frozen=True)
+class PairPlaces:
+    """The pairs of one placement: which are present, bool [P], and digest numbers of their left and right rows."""
+
+    pairs: Pairs
+    present: Bools
+    chosen: Ints
+    left: Ints
+    right: Ints
+
+
+@dataclass(frozen=True)
+class SiteRows:
+    """Where the rows of a site are; digests are read when they are first asked for."""
+
+    pair: SitePair
+    space: RowSpace
+    place: Placement
+
+    @property
+    def at(self) -> Ints:
+        """Index of each unified row into the site's rows of its side, -1 for none, int64 [U]."""
+        return self.place.at
+
+    @property
+    def repeated(self) -> int:
+        """Site rows left out because the same row was recorded twice under one name."""
+        return self.place.repeated
+
+    @cached_property
+    def bits(self) -> Bools:
+        """Unified rows whose raw bits are there, bool [U]."""
+        bits = np.zeros(self.space.n_rows, np.bool_)
+        parts = (slice(0, self.space.n_a), slice(self.space.n_a, None))
+        for site, own in zip((self.pair.a, self.pair.b), parts, strict=True):
+            if site is None or not site.has_payload:
+                continue
+            have = np.zeros(len(site.rows) + 1, np.bool_)
+            have[site.payload_index] = True
+            bits[own] = have[self.at[own]]  # -1 finds the last entry, which stays False
+        return bits
+
+    @cached_property
+    def digest(self) -> U64:
+        """Digests of the site rows of A, then of B, uint64 [n_a + n_b, 2]."""
+        sites = [site for site in (self.pair.a, self.pair.b) if site is not None]
+        return np.concatenate([np.asarray(site.digest, np.uint64).reshape(-1, 2) for site in sites])
+
+    def index(self, space: RowSpace, rows: Ints) -> Ints:
+        """Index of unified rows (all present) into ``digest``."""
+        return self.place.index(space, rows)
 
 
 def locate(pair: SitePair, space: RowSpace) -> SiteRows:
     """Find the rows of a site; when a row comes twice the first call counts."""
+    rows = tuple(None if site is None else site.rows for site in (pair.a, pair.b))
+    return SiteRows(pair, space, space.memo.get(("place", *rows), lambda: _place(rows, space)))
+
+
+def _place(rows: tuple[Ints | None, ...], space: RowSpace) -> Placement:
     at = np.full(space.n_rows, -1, np.int64)
-    bits = np.zeros(space.n_rows, np.bool_)
-    digests = []
     repeated = 0
-    for site, offset in ((pair.a, 0), (pair.b, space.n_a)):
-        if site is None:
-            digests.append(np.zeros((0, 2), np.uint64))
+    for own, offset in zip(rows, (0, space.n_a), strict=True):
+        if own is None:
             continue
-        rows = np.asarray(site.rows, np.int64)
-        at[offset + rows[::-1]] = np.arange(len(rows) - 1, -1, -1)
+        own = np.asarray(own, np.int64)
+        at[offset + own[::-1]] = np.arange(len(own) - 1, -1, -1)
         filled = at[: space.n_a] if offset == 0 else at[space.n_a :]
-        repeated += len(rows) - int(np.count_nonzero(filled >= 0))
-        if site.has_payload:
-            have = np.zeros(len(rows) + 1, np.bool_)
-            have[site.payload_index] = True
-            own = slice(0, space.n_a) if offset == 0 else slice(space.n_a, None)
-            bits[own] = have[at[own]]  # -1 finds the last entry, which stays False
-        digests.append(np.asarray(site.digest, np.uint64).reshape(-1, 2))
-    return SiteRows(at, bits, np.concatenate(digests), len(digests[0]), repeated)
+        repeated += len(own) - int(np.count_nonzero(filled >= 0))
+    return Placement((rows[0], rows[1]), at, 0 if rows[0] is None else len(rows[0]), repeated)
+
+
+def pair_places(where: SiteRows, space: RowSpace, pairs: Pairs) -> PairPlaces:
+    """Where the rows of all pairs are at a site."""
+    return space.memo.get(("pairs", where.place, pairs), lambda: _pair_places(where.place, space, pairs))
+
+
+def _pair_places(place: Placement, space: RowSpace, pairs: Pairs) -> PairPlaces:
+    present = (place.at[pairs.left] >= 0) & (place.at[pairs.right] >= 0)
+    chosen = np.flatnonzero(present)
+    left, right = (place.index(space, rows[chosen]) for rows in (pairs.left, pairs.right))
+    return PairPlaces(pairs, present, chosen, left, right)
 
 
 def compare_digests(pair: SitePair, where: SiteRows, space: RowSpace, pairs: Pairs) -> tuple[Bools, Bools]:
@@ -72,18 +132,17 @@ def compare_digests(pair: SitePair, where: SiteRows, space: RowSpace, pairs: Pai
     Sites whose dtype or width differ between the sides differ at every row that is compared across.
 
     Returns:
-        (present, differs), bool [P] each.
+        (present, differs), bool [P] each. Sites with equal rows share ``present``: never write to it.
     """
-    present = (where.at[pairs.left] >= 0) & (where.at[pairs.right] >= 0)
-    chosen = np.flatnonzero(present)
-    left = where.digest[where.index(space, pairs.left[chosen])]
-    right = where.digest[where.index(space, pairs.right[chosen])]
+    places = pair_places(where, space, pairs)
+    left = np.take(where.digest, places.left, axis=0)
+    right = np.take(where.digest, places.right, axis=0)
     unequal = (left[:, 0] != right[:, 0]) | (left[:, 1] != right[:, 1])
     if pair.differ:
-        unequal |= pairs.sides[chosen] == 2
+        unequal |= pairs.sides[places.chosen] == 2
     differs = np.zeros(len(pairs), np.bool_)
-    differs[chosen] = unequal
-    return present, differs
+    differs[places.chosen] = unequal
+    return places.present, differs
 
 
 def side_site(pair: SitePair, side: int) -> SiteLike:

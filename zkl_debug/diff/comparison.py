@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from zkl_debug.diff.compare import SiteRows, compare_bytes, compare_digests, locate
-from zkl_debug.diff.coverage import site_row_skips
+from zkl_debug.diff.compare import SiteRows, locate
 from zkl_debug.diff.edges import Pairs, build_pairs
 from zkl_debug.diff.first import EdgeFirst, edge_firsts, primary_edge
 from zkl_debug.diff.flow import FlowMap
@@ -17,6 +16,7 @@ from zkl_debug.diff.kinds import Classifier, ReplayOracle, SiteKinds
 from zkl_debug.diff.model import Bools, CaptureLike, Skip
 from zkl_debug.diff.rows import RowSpace, build_rows
 from zkl_debug.diff.sites import SitePair, join_sites
+from zkl_debug.diff.sitework import Runner, SiteWork, in_process
 
 Progress = Callable[[int, int, str], None]
 
@@ -32,6 +32,8 @@ class Comparison:
         compared: keys compared across the sides at one site or more, bool [K].
         edge_compared, edge_mismatched: per edge, keys compared and differing at any site, bool [K].
         skips: sites' rows that could not be compared.
+        stopped: number of the first site behind which nothing was compared any more, because only the first was
+            wanted; None when every site was compared.
         all_bytes: every comparison was made on raw bytes.
     """
 
@@ -46,6 +48,7 @@ class Comparison:
     edge_mismatched: Mapping[str, Bools]
     skips: tuple[Skip, ...]
     all_bytes: bool
+    stopped: int | None = None
 
     def where(self, site: int) -> SiteRows:
         """Rows of a site."""
@@ -73,6 +76,8 @@ def compare(
     aliases: Mapping[str, str] | None = None,
     oracle: ReplayOracle | None = None,
     progress: Progress | None = None,
+    first_only: bool = False,
+    runner: Runner = in_process,
 ) -> Comparison:
     """Join rows and sites and compare every pair at every site.
 
@@ -82,27 +87,38 @@ def compare(
         aliases: see :func:`zkl_debug.diff.sites.join_sites`.
         oracle: replays operators on captured inputs; see :class:`zkl_debug.diff.kinds.ReplayOracle`.
         progress: called with (done, total, site name).
+        first_only: stop at the first site that differs; behind it, only what was fed to the model is compared.
+        runner: who compares the sites.
     """
     space = build_rows(a, b)
     pairs = build_pairs(space)
     sites = join_sites(a, b, aliases)
+    work = SiteWork(space, pairs, sites, verify_bytes)
     classifier = Classifier(FlowMap(sites), space, pairs, oracle)
     tally = _Tally(space, pairs)
+    # What was fed comes first when the rest may be left out: a difference there is a refusal.
+    early = [i for i, pair in enumerate(sites) if pair.is_input] if first_only else []
+    fed = dict(zip(early, in_process(work, early), strict=True))
+    others = [i for i in range(len(sites)) if i not in fed]
+    outcomes = runner(work, others)
+    stopped: int | None = None
     for i, pair in enumerate(sites):
         if progress is not None:
             progress(i, len(sites), pair.name)
-        where = locate(pair, space)
-        present, differs = compare_digests(pair, where, space, pairs)
-        if verify_bytes:
-            unequal, complete = compare_bytes(pair, where, space, pairs, present)
-            differs = differs | unequal
-            if not complete:
-                tally.all_bytes = False
-                tally.skips.append(Skip(f"bytes of {pair.name}", "no payload on both rows: compared by digest alone"))
-        tally.skips += site_row_skips(pair, where, space)
-        classifier.add(present, differs, where)
+        if stopped is not None and i not in fed:
+            classifier.skip()
+            continue
+        outcome = fed[i] if i in fed else next(outcomes)
+        if verify_bytes and not outcome.complete:
+            tally.all_bytes = False
+        tally.skips += outcome.skips
+        classifier.add(outcome.present, outcome.differs, locate(pair, space))
         if not pair.is_input:
-            tally.count(present, differs)
+            tally.count(outcome.present, outcome.differs)
+            if first_only and stopped is None and outcome.differs.any() and i + 1 < len(sites):
+                stopped = i
+    if isinstance(outcomes, Generator):
+        outcomes.close()
     return Comparison(
         a=a,
         b=b,
@@ -114,7 +130,8 @@ def compare(
         edge_compared=tally.compared,
         edge_mismatched=tally.mismatched,
         skips=tuple(tally.skips),
-        all_bytes=verify_bytes and tally.all_bytes,
+        all_bytes=verify_bytes and tally.all_bytes and stopped is None,
+        stopped=stopped,
     )
 
 

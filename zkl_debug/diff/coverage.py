@@ -206,14 +206,19 @@ def site_row_skips(pair: SitePair, where: SiteRows, space: RowSpace) -> list[Ski
         skips.append(Skip(f"rows of site {pair.name}", "recorded twice in one forward: only the first", where.repeated))
     if not pair.matched:
         return skips
+    for name, count in zip(_NAMES, space.memo.get(("alone", where.place), lambda: _alone(where, space)), strict=True):
+        if count:
+            skips.append(Skip(f"rows of site {pair.name}", f"recorded by {name} only", count))
+    return skips
+
+
+def _alone(where: SiteRows, space: RowSpace) -> tuple[int, int]:
+    """Row keys that both captures have, but of which only A, and only B, recorded the site."""
     has = np.zeros((2, space.n_keys), np.bool_)
     rows: Ints = np.flatnonzero(where.at >= 0)
     has[space.side[rows], space.key[rows]] = True
-    for side, name in enumerate(_NAMES):
-        alone = has[side] & ~has[1 - side] & space.matched
-        if alone.any():
-            skips.append(Skip(f"rows of site {pair.name}", f"recorded by {name} only", int(np.count_nonzero(alone))))
-    return skips
+    alone = [int(np.count_nonzero(has[side] & ~has[1 - side] & space.matched)) for side in (0, 1)]
+    return alone[0], alone[1]
 
 
 def capture_skips(name: str, capture: CaptureLike) -> list[Skip]:

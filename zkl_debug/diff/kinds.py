@@ -9,13 +9,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from zkl_debug.diff.codes import CodeKeeper, Codes
 from zkl_debug.diff.compare import SiteRows
 from zkl_debug.diff.edges import Pairs
 from zkl_debug.diff.flow import Flow, FlowMap, Via, enclosing
 from zkl_debug.diff.model import Bools, Ints, Kind
 from zkl_debug.diff.rows import RowSpace, ancestor_tables, any_ancestor
-
-Codes = NDArray[np.uint8]
 
 
 class Inputs(IntEnum):
@@ -94,6 +93,7 @@ class Classifier:
         self._last_port = {pair.parsed.path: i for i, pair in enumerate(flows.sites) if not pair.parsed.op}
         self._key_flags: dict[int, tuple[Bools, Bools]] = {}
         self._history: dict[int, tuple[Bools, Bools]] = {}
+        self._kept = CodeKeeper()
 
     def add(self, present: Bools, differs: Bools, where: SiteRows) -> SiteKinds:
         """Classify the next site.
@@ -115,9 +115,14 @@ class Classifier:
         self._gap = self._gap & ~present if flow.is_port else ~present
         if self.oracle is not None and not flow.is_port:
             codes = refine(codes, self.flows.sites[i].name, self.pairs, self.oracle)
-        result = SiteKinds(codes, inputs)
+        result = SiteKinds(self._kept(codes), self._kept(inputs))
         self.done.append(result)
         return result
+
+    def skip(self) -> None:
+        """Pass over the next site: nothing of it was compared."""
+        nothing = self._kept(np.zeros(len(self.pairs), np.uint8))
+        self.done.append(SiteKinds(nothing, nothing))
 
     def _judge(self, flow: Flow, codes: Codes, differs: Bools) -> tuple[Codes, Codes]:
         dirty = np.zeros(len(codes), np.bool_)

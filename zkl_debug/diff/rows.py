@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,25 @@ from numpy.typing import NDArray
 from zkl_debug.diff.model import Bools, CaptureLike, Ints
 from zkl_debug.digest import parent_prefix
 from zkl_debug.schema import RowFlag, row_phase
+
+
+class Memo:
+    """The last few results that depend on nothing but some objects; the same objects are known by their identity."""
+
+    _KEPT = 12
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int | str, ...], tuple[tuple[Any, ...], Any]] = {}
+
+    def get[T](self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """The result for these objects (strings count by value), made when it is not there. Treat it as read-only."""
+        short = tuple(part if isinstance(part, str) else id(part) for part in key)
+        # The entry holds the objects, so that no other one can have their identity.
+        entry = self._kept[short] = self._kept.pop(short) if short in self._kept else (key, make())
+        if len(self._kept) > self._KEPT:
+            del self._kept[next(iter(self._kept))]
+        made: T = entry[1]
+        return made
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,7 @@ class RowSpace:
         orphan: the parent should exist but no row of it was captured, bool [K].
         label: the key belongs to label rows, bool [K].
         has: which side has rows of the key, bool [2, K].
+        memo: what was worked out for the rows of one site and holds for all sites with the same rows.
     """
 
     n_a: int
@@ -53,6 +73,7 @@ class RowSpace:
     orphan: Bools
     label: Bools
     has: Bools
+    memo: Memo = field(default_factory=Memo, repr=False, compare=False)
 
     @property
     def n_rows(self) -> int:

@@ -6,9 +6,11 @@ makes the learner's guard against chance a theorem and not a tuned number: see :
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import comb, log2
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +42,10 @@ _OPERATIONS = 4  # ways of using one fact
 _LIKELY, _UNLIKELY = -log2(3 / 4), 2.0  # bits that choose between two groups, one of them likelier
 
 
+At = Ints | slice
+_ALL = slice(None)
+
+
 @dataclass(frozen=True)
 class Atom:
     """One condition.
@@ -48,7 +54,8 @@ class Atom:
         fact: name of the fact; ``of``: which row of the pair.
         operation: ``>=``, ``<=``, ``==``, ``!=``, ``in``, ``is``, ``is not``, ``crosses`` or ``one in``.
         values: one value, or those of a set.
-        covered: pairs that fulfil it, bool [N].
+        test: gives the pairs that fulfil it, bool [n], of all pairs or of those with the numbers given. The conditions
+            of a large table would fill the memory.
         cost: bits it takes to name it.
         other: the value next to a threshold on its other side, so that the true limit lies between; else None.
     """
@@ -57,9 +64,14 @@ class Atom:
     of: str
     operation: str
     values: tuple[int, ...]
-    covered: Bools
+    test: Callable[[At], Bools]
     cost: float
     other: int | None = None
+
+    @property
+    def covered(self) -> Bools:
+        """All pairs that fulfil it, bool [N]."""
+        return self.test(_ALL)
 
     @property
     def text(self) -> str:
@@ -114,8 +126,8 @@ def atoms(table: FactTable, affected: Bools) -> list[Atom]:
 
 def _of_fact(fact: Fact, affected: Bools, cost: float) -> Iterator[Atom]:
     if fact.kind is FactKind.FLAG:
-        yield Atom(fact.name, fact.of, "is", (1,), fact.values == 1, cost + 1)
-        yield Atom(fact.name, fact.of, "is not", (1,), fact.values == 0, cost + 1)
+        yield Atom(fact.name, fact.of, "is", (1,), _compare(fact, operator.eq, 1), cost + 1)
+        yield Atom(fact.name, fact.of, "is not", (1,), _compare(fact, operator.eq, 0), cost + 1)
         return
     values = np.unique(fact.values)
     cost += log2(_OPERATIONS)
@@ -128,9 +140,8 @@ def _of_fact(fact: Fact, affected: Bools, cost: float) -> Iterator[Atom]:
 def _thresholds(fact: Fact, values: Ints, cost: float) -> Iterator[Atom]:
     length = cost + log2(2 * (len(values) - 1))
     for low, high in zip(values[:-1].tolist(), values[1:].tolist(), strict=True):
-        at_least = fact.values >= high
-        yield Atom(fact.name, fact.of, ">=", (high,), at_least, length, low)
-        yield Atom(fact.name, fact.of, "<=", (low,), ~at_least, length, high)
+        yield Atom(fact.name, fact.of, ">=", (high,), _compare(fact, operator.ge, high), length, low)
+        yield Atom(fact.name, fact.of, "<=", (low,), _compare(fact, operator.lt, high), length, high)
 
 
 def _single_values(fact: Fact, values: Ints, cost: float) -> Iterator[Atom]:
@@ -140,10 +151,17 @@ def _single_values(fact: Fact, values: Ints, cost: float) -> Iterator[Atom]:
         return
     length = cost + log2(2 * len(inner))
     for value in inner.tolist():
-        equal = fact.values == value
-        yield Atom(fact.name, fact.of, "==", (value,), equal, length)
+        yield Atom(fact.name, fact.of, "==", (value,), _compare(fact, operator.eq, value), length)
         if len(values) > 2:
-            yield Atom(fact.name, fact.of, "!=", (value,), ~equal, length)
+            yield Atom(fact.name, fact.of, "!=", (value,), _compare(fact, operator.ne, value), length)
+
+
+def _compare(fact: Fact, how: Callable[[Ints, int], Any], value: int) -> Callable[[At], Bools]:
+    return lambda at: np.asarray(how(fact.values[at], value), np.bool_)
+
+
+def _crossing(one: Fact, two: Fact, value: int) -> Callable[[At], Bools]:
+    return lambda at: np.asarray((one.values[at] >= value) != (two.values[at] >= value), np.bool_)
 
 
 def _sets(fact: Fact, values: Ints, affected: Bools, cost: float) -> Iterator[Atom]:
@@ -161,7 +179,7 @@ def _sets(fact: Fact, values: Ints, affected: Bools, cost: float) -> Iterator[At
             return
         length = cost + log2(largest - 1 or 1) + log2(comb(len(values), size))
         covered = np.isin(where, chosen)
-        yield Atom(fact.name, fact.of, "in", tuple(values[chosen].tolist()), covered, length)
+        yield Atom(fact.name, fact.of, "in", tuple(values[chosen].tolist()), covered.__getitem__, length)
 
 
 def _of_twins(one: Fact, two: Fact, affected: Bools, cost: float) -> Iterator[Atom]:
@@ -173,9 +191,8 @@ def _of_twins(one: Fact, two: Fact, affected: Bools, cost: float) -> Iterator[At
     if one.kind is FactKind.ORDINAL:
         length = cost + log2(len(values) - 1)
         for low, high in zip(values[:-1].tolist(), values[1:].tolist(), strict=True):
-            crosses = (one.values >= high) != (two.values >= high)
-            yield Atom(one.name, "", "crosses", (high,), crosses, length, low)
-    yield Atom(one.name, "", "differs", (), one.values != two.values, cost)
+            yield Atom(one.name, "", "crosses", (high,), _crossing(one, two, high), length, low)
+    yield Atom(one.name, "", "differs", (), (one.values != two.values).__getitem__, cost)
     classes = _two_classes(one.values, two.values, values, affected)
     if classes is None:
         return
@@ -184,7 +201,7 @@ def _of_twins(one: Fact, two: Fact, affected: Bools, cost: float) -> Iterator[At
         return
     inside = np.isin(one.values, values[chosen]) != np.isin(two.values, values[chosen])
     length = cost + log2(_SET_SIZE) + log2(comb(len(values), len(chosen)))
-    yield Atom(one.name, "", "one in", tuple(values[chosen].tolist()), inside, length)
+    yield Atom(one.name, "", "one in", tuple(values[chosen].tolist()), inside.__getitem__, length)
 
 
 def _two_classes(left: Ints, right: Ints, values: Ints, affected: Bools) -> Bools | None:

@@ -215,15 +215,22 @@ def _search(found: list[Atom], affected: Bools) -> list[_Candidate]:
         return []
     at = _sample(affected)
     labels = affected[at].astype(np.float32)
-    covers = np.stack([atom.covered[at] for atom in found]).astype(np.float32)
-    hits = (covers @ labels).astype(np.float64)
-    rows = covers.sum(axis=1, dtype=np.float64)
+    hits, rows = np.empty(len(found)), np.empty(len(found))
+    for start in range(0, len(found), _FOR_PAIRS):
+        block = _covers(found[start : start + _FOR_PAIRS], at)
+        hits[start : start + len(block)] = block @ labels
+        rows[start : start + len(block)] = block.sum(axis=1, dtype=np.float64)
     count, total = float(labels.sum()), float(len(labels))
     cost = np.array([1 + atom.cost for atom in found])
     saved = np.where(_leans(hits, rows, count, total), _gains(hits, rows, count, total) - cost, -np.inf)
     candidates = [_Candidate((found[i],), "", float(saved[i])) for i in np.argsort(-saved)[:_JUDGED] if saved[i] > 0]
-    candidates += _twos(found, covers, labels, hits, rows)
+    candidates += _twos(found, at, labels, hits, rows)
     return sorted(candidates, key=lambda candidate: -candidate.saved)
+
+
+def _covers(found: Sequence[Atom], at: Ints) -> NDArray[np.float32]:
+    """Which of some pairs each condition covers, 0 or 1, [conditions, pairs]; sums of them are exact."""
+    return np.stack([atom.test(at) for atom in found]).astype(np.float32)
 
 
 def _leans(hits: NDArray[np.float64], rows: NDArray[np.float64], count: float, total: float) -> NDArray[np.bool_]:
@@ -233,7 +240,7 @@ def _leans(hits: NDArray[np.float64], rows: NDArray[np.float64], count: float, t
 
 def _twos(
     found: list[Atom],
-    covers: NDArray[np.float32],
+    at: Ints,
     labels: NDArray[np.float32],
     hits: NDArray[np.float64],
     rows: NDArray[np.float64],
@@ -245,7 +252,7 @@ def _twos(
     best_or = np.lexsort((-hits, np.round(clean / max(total - count, 1), 2)))[:_FOR_PAIRS]
     result = []
     for joined, chosen in (("and", best_and), ("or", best_or)):
-        part = covers[chosen]
+        part = _covers([found[i] for i in chosen], at)
         both, both_hits = part @ part.T, (part * labels) @ part.T
         if joined == "or":
             both = rows[chosen][:, None] + rows[chosen][None, :] - both

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from zkl_debug.diff import handed as handed_over
 from zkl_debug.diff.answer import affected, edge_summaries
 from zkl_debug.diff.buffers import check_buffers
 from zkl_debug.diff.comparison import Comparison, Progress, compare
@@ -18,6 +17,7 @@ from zkl_debug.diff.coverage import Coverage, measure, never_forwarded
 from zkl_debug.diff.explain import explain
 from zkl_debug.diff.kinds import ReplayOracle
 from zkl_debug.diff.model import WITHIN_EDGES, CaptureLike, Outcome, Refusal, Skip, refuse
+from zkl_debug.diff.processes import Processes
 from zkl_debug.diff.refuse import (
     certification,
     check_input_site,
@@ -29,6 +29,7 @@ from zkl_debug.diff.refuse import (
     check_switches,
     from_error,
 )
+from zkl_debug.diff.sitework import Runner
 from zkl_debug.diff.suggest import suggestions
 from zkl_debug.diff.tokens import check_tokens
 from zkl_debug.diff.verdict import Claim, Verdict, refused
@@ -49,6 +50,8 @@ def diff_captures(
     aliases: Mapping[str, str] | None = None,
     oracle: ReplayOracle | None = None,
     progress: Progress | None = None,
+    first_only: bool = False,
+    runner: Runner | None = None,
 ) -> Verdict:
     """Compare two captures and name the first site that is not bitwise equal.
 
@@ -59,6 +62,8 @@ def diff_captures(
         aliases: site name of either side -> canonical name.
         oracle: replays operators on captured inputs, to settle kinds.
         progress: called with (done, total, site name) while comparing.
+        first_only: stop at the first site that differs: later sites are listed as skipped, and so are not claimed.
+        runner: who compares the sites; by default some processes where there is enough to compare.
 
     Returns:
         The verdict. Captures that cannot be opened or must not be compared give a refused verdict, not an error.
@@ -71,7 +76,9 @@ def diff_captures(
             except CaptureInvalid as error:
                 return refused(from_error(error, name), partial=partial)
         try:
-            verdict = _diff(opened[0], opened[1], partial, verify_bytes, aliases, oracle, progress)
+            comparing: dict[str, Any] = {"aliases": aliases, "oracle": oracle, "progress": progress}
+            comparing |= {"first_only": first_only, "runner": runner or Processes()}
+            verdict = _diff(opened[0], opened[1], partial, verify_bytes, comparing)
         except CaptureInvalid as error:  # a segment that is damaged where it is read
             return refused(from_error(error, "A or B"), partial=partial)
         stack.pop_all()  # the tables of the verdict still read from the captures
@@ -86,15 +93,7 @@ def _open(source: Source, partial: bool, stack: ExitStack) -> CaptureLike:
     return stack.enter_context(open_capture(Path(source), partial=partial))
 
 
-def _diff(
-    a: CaptureLike,
-    b: CaptureLike,
-    partial: bool,
-    verify_bytes: bool,
-    aliases: Mapping[str, str] | None,
-    oracle: ReplayOracle | None,
-    progress: Progress | None,
-) -> Verdict:
+def _diff(a: CaptureLike, b: CaptureLike, partial: bool, verify_bytes: bool, comparing: dict[str, Any]) -> Verdict:
     checks: dict[str, Json] = {}
     certified = {"a": certification(a), "b": certification(b)}
     known: dict[str, Any] = {"checks": checks, "certification": certified, "partial": partial}
@@ -103,7 +102,7 @@ def _diff(
         refusal = next(_found_of(early), None) or (check_bytes(name, capture) if verify_bytes else None)
         if refusal is not None:
             return refused(refusal, **known)
-    comparison = compare(a, b, verify_bytes=verify_bytes, aliases=aliases, oracle=oracle, progress=progress)
+    comparison = compare(a, b, verify_bytes=verify_bytes, **comparing)
     refusal = check_same(comparison)
     if refusal is not None:
         return refused(refusal, **known)
@@ -114,18 +113,10 @@ def _diff(
     edges = edge_summaries(comparison)
     edge = comparison.edge
     first = edges[edge].first if edge is not None else None
-    rows, why = affected(comparison), explain(comparison)
-    hints = suggestions(comparison, Outcome.IDENTICAL if edge is None else Outcome.DIVERGED, first, coverage)
-    handed = _handed(comparison, checks)
-    if handed is not None:
-        why = (*why, handed_over.finding(handed).to_json())
-        if edge is None:  # no row differs anywhere: the hand-over itself is the first thing that is wrong
-            edge, first = handed_over.edge_of(handed), handed_over.first_of(handed, comparison)
-            rows, edges, hints = handed_over.summary(handed), handed_over.with_first(edges, handed, first), ()
     outcome = Outcome.DIVERGED if edge is not None else Outcome.IDENTICAL
     claim = Claim(
         equality="bytes" if comparison.all_bytes else "digest",
-        scope="captured-sites" if coverage.dropped or partial else "all-sites",
+        scope="captured-sites" if coverage.dropped or partial or comparison.stopped is not None else "all-sites",
         repeats=2 if all(tests["a0_a1"] for tests in certified.values()) else 1,
     )
     return Verdict(
@@ -134,32 +125,31 @@ def _diff(
         coverage=coverage,
         edge=edge,
         first=first,
-        affected=rows,
-        explanations=why,
+        affected=affected(comparison),
+        explanations=explain(comparison),
         edges=edges,
-        next=hints,
+        next=suggestions(comparison, outcome, first, coverage),
         comparison=comparison,
         **known,
     )
 
 
-def _handed(comparison: Comparison, checks: dict[str, Json]) -> handed_over.Handed | None:
-    """What a side handed back wrongly beside its log-probs, if anything; ``checks`` says how it stands."""
-    found = [handed_over.handed_over(side, capture) for side, capture in enumerate((comparison.a, comparison.b))]
-    texts = [one.text for one in found if one is not None]
-    if texts:
-        checks["routing_returned"] = "; ".join(texts)
-    return handed_over.worst(found)
-
-
 def _coverage(comparison: Comparison, partial: bool) -> Coverage:
-    skips = list(comparison.skips)
+    skips = [*comparison.skips, *_not_reached(comparison)]
     for name, capture in zip(_NAMES, (comparison.a, comparison.b), strict=True):
         if partial and not capture.manifest.get("complete", True):
             skips.append(Skip(f"lost in {name}: end of the capture", str(capture.manifest.get("reason", "incomplete"))))
     return measure(
         comparison.a, comparison.b, comparison.space, comparison.pairs, comparison.sites, comparison.compared, skips
     )
+
+
+def _not_reached(comparison: Comparison) -> list[Skip]:
+    if comparison.stopped is None:
+        return []
+    left = [pair for pair in comparison.sites[comparison.stopped + 1 :] if not pair.is_input]
+    name = comparison.sites[comparison.stopped].name
+    return [Skip(f"sites after {name}", "only the first site that differs was asked for", len(left))] if left else []
 
 
 def _refusals(comparison: Comparison, checks: dict[str, Json]) -> Iterator[Refusal]:

@@ -91,12 +91,15 @@ def create_dataset(parent: Any, name: str, dtype: np.dtype[Any], shape: tuple[in
     return h5d.create(parent, name.encode(), _hdf_type(dtype), space, _plist((chunk, *shape[1:]) if chunk else ()))
 
 
-def put_array(target: Target, parent: Any, name: str, data: NDArray[Any]) -> None:
-    """Write a contiguous dataset of exactly ``data``."""
+def put_array(target: Target, parent: Any, name: str, data: NDArray[Any]) -> int:
+    """Write a contiguous dataset of exactly ``data``; returns its byte offset in the file, -1 when it has no bytes."""
     data = np.ascontiguousarray(data)
     dset = create_dataset(parent, name, data.dtype, data.shape)
-    if data.size:
-        target.put(data, int(dset.get_offset()))
+    if not data.size:
+        return -1
+    offset = int(dset.get_offset())
+    target.put(data, offset)
+    return offset
 
 
 def put_json(target: Target, parent: Any, name: str, value: Json) -> None:
@@ -163,6 +166,7 @@ class Column:
         self._written = 0
         self._dset: Any = None
         self._chunk_offset = -1
+        self._offsets: list[int] = []
         self._blocks: list[U64] = []
         self._total = 0
 
@@ -198,11 +202,16 @@ class Column:
         if self._dset is None:
             data = self._take()
             self._note(data)
-            put_array(self._target, self._parent, self._name, data)
+            offset = put_array(self._target, self._parent, self._name, data)
+            self._offsets = [offset] if data.size else []
             self._written = len(data)
             return
         self._put(self._take())
         self._dset.set_extent((self._written, *self.row_shape))
+
+    def place(self) -> list[int]:
+        """Where its rows are in the file, once finished: rows of a chunk, then the byte offset of every chunk."""
+        return [self._written if self._dset is None else self._chunk_rows, *self._offsets]
 
     def check(self) -> str:
         """Check value of all rows of a column that is not ``write_through``; call it after :meth:`finish`."""
@@ -236,6 +245,7 @@ class Column:
             count = min(self._chunk_rows - inside, len(data))
             if inside == 0:
                 self._chunk_offset = self._allocate(self._written + count)
+                self._offsets.append(self._chunk_offset)
             offset = self._chunk_offset + inside * self.row_bytes
             self._target.put(data[:count], offset)
             if extents and sum(extents[-1]) == offset:

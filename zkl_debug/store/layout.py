@@ -91,6 +91,20 @@ def fold_digest(data: NDArray[Any]) -> str:
     return fold_hex(fold_blocks(data), data.nbytes)
 
 
+def fold_equal_parts(data: NDArray[Any], parts: int) -> list[str]:
+    """Check values of the parts of a contiguous array that fall into equal pieces along its first axis.
+
+    Each is what :func:`fold_digest` gives for the part alone; small parts are folded all at once.
+    """
+    nbytes = data.nbytes // max(1, parts)
+    if not nbytes or nbytes > INDEX_CHUNK_BYTES or parts == 1:
+        return [fold_digest(part) for part in data.reshape(parts, -1, *data.shape[1:])]
+    folded = np.empty((parts, 3), np.uint64)
+    folded[:, :2] = digest_rows(data.reshape(-1).view(np.uint8).reshape(parts, nbytes))
+    folded[:, 2] = nbytes
+    return [f"{low:016x}{high:016x}" for low, high in digest_rows(folded.view(np.uint8)).tolist()]
+
+
 def segment_check(index: bytes, frames: str, rows: str) -> str:
     """Check value of a segment: of its site index (JSON bytes), frames and rows."""
     low, high = digest_bytes(index + b"\0" + frames.encode() + rows.encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,9 +26,10 @@ from zkl_debug.schema import (
     SiteMeta,
     StateRecord,
 )
-from zkl_debug.store.layout import MANIFEST, list_segment_files
+from zkl_debug.store.layout import MANIFEST, fold_equal_parts, list_segment_files
 from zkl_debug.store.manifest import read_json
-from zkl_debug.store.segment_reader import ColumnData, SegmentReader, SiteEntry
+from zkl_debug.store.mapped import ColumnData
+from zkl_debug.store.segment_reader import Known, SegmentReader, SiteEntry
 from zkl_debug.store.wal import is_being_written
 
 
@@ -40,6 +42,24 @@ class _Part:
     base: int
 
 
+class _Pages:
+    """Keeps what was mapped of the files from filling the memory."""
+
+    _LIMIT = 128 << 20
+
+    def __init__(self, readers: Sequence[SegmentReader]) -> None:
+        self._readers = readers
+        self._read = 0
+
+    def count(self, nbytes: int) -> None:
+        """Take note of bytes that were read, and let go of the files' pages once they are many."""
+        self._read += nbytes
+        if self._read > self._LIMIT:
+            self._read = 0
+            for reader in self._readers:
+                reader.release()
+
+
 class Site:
     """One site of a capture, over all its segments. Data is read on first use and checked against the manifest.
 
@@ -47,10 +67,11 @@ class Site:
         meta: the site; ``order`` is its place in execution order.
     """
 
-    def __init__(self, meta: SiteMeta, parts: list[_Part], shared: dict[Any, NDArray[np.int64]] | None = None) -> None:
+    def __init__(self, meta: SiteMeta, parts: list[_Part], shared: dict[Any, NDArray[np.int64]], pages: _Pages) -> None:
         self.meta = meta
         self._parts = parts
-        self._shared = {} if shared is None else shared  # row numbers of the capture's sites, by their check values
+        self._shared = shared  # row numbers of the capture's sites, by their check values
+        self._pages = pages
         self._starts = np.cumsum([0, *(part.entry.rows for part in parts)])
 
     def __len__(self) -> int:
@@ -69,7 +90,32 @@ class Site:
     @property
     def digest(self) -> U64:
         """multilinear-128 of each row, [n, 2] uint64. Read anew each time: those of all sites could fill the memory."""
-        return _join([part.reader.site_digest(part.entry) for part in self._parts], np.zeros((0, 2), np.uint64))
+        if len(self._parts) == 1:
+            return self._parts[0].reader.site_digest(self._parts[0].entry)
+        digest = _join([p.reader.unchecked_digest(p.entry) for p in self._parts], np.zeros((0, 2), np.uint64))
+        self._confirm(digest)
+        self._pages.count(digest.nbytes)
+        return digest
+
+    def _confirm(self, digest: U64) -> None:
+        """Compare every part that was not checked yet with its check value, runs of parts of one size at once."""
+        for rows, run in groupby(range(len(self._parts)), key=lambda k: self._parts[k].entry.rows):
+            numbers = list(run)
+            new = [self._parts[k] for k in numbers if not self._parts[k].reader.is_sound(self._parts[k].entry)]
+            if not new:
+                continue
+            start = int(self._starts[numbers[0]])
+            checks = fold_equal_parts(digest[start : start + rows * len(numbers)], len(numbers))
+            for k, check in zip(numbers, checks, strict=True):
+                self._parts[k].reader.confirm(self._parts[k].entry, check)
+
+    @property
+    def head(self) -> U64:
+        """Digests of the first rows, as many as the first segment that has any holds, [m, 2] uint64; m <= n."""
+        for part in self._parts:
+            if part.entry.rows:
+                return part.reader.site_digest(part.entry)
+        return np.zeros((0, 2), np.uint64)
 
     @property
     def has_payload(self) -> bool:
@@ -220,13 +266,15 @@ def _join_sites(readers: list[SegmentReader], bases: list[int]) -> dict[str, Sit
     for reader, base in zip(readers, bases, strict=True):
         for entry in reader.sites:
             meta = entry.meta
-            if meta.name in found and not _same_layout(found[meta.name][0], meta):
+            first = found.get(meta.name)
+            if first is not None and first[0] is not meta and not _same_layout(first[0], meta):
                 owner, _, port = meta.name.rpartition(":")
                 meta = replace(meta, name=f"{owner}@{reader.rank}:{port}")
             found.setdefault(meta.name, (meta, []))[1].append(_Part(reader, entry, base))
     ordered = sorted(found.values(), key=lambda item: item[0].order)
     shared: dict[Any, NDArray[np.int64]] = {}
-    return {meta.name: Site(meta, parts, shared) for meta, parts in ordered}
+    pages = _Pages(readers)
+    return {meta.name: Site(meta, parts, shared, pages) for meta, parts in ordered}
 
 
 def _same_layout(a: SiteMeta, b: SiteMeta) -> bool:
@@ -271,9 +319,10 @@ def open_capture(path: Path, *, partial: bool = False) -> Capture:
             "pass --partial to use what is there",
         )
     readers: list[SegmentReader] = []
+    known: Known = {}
     try:
         for segment in manifest["segments"]:
-            readers.append(_open_segment(root, segment, manifest))  # noqa: PERF401 - closed below when one fails
+            readers.append(_open_segment(root, segment, manifest, known))  # noqa: PERF401 - closed below when one fails
         _check_ranks(root, manifest, readers, partial)
         return Capture(root, manifest, readers)
     except BaseException:
@@ -333,7 +382,7 @@ _FIELDS: dict[str, type] = {
 }
 
 
-def _open_segment(root: Path, segment: Any, manifest: dict[str, Json]) -> SegmentReader:
+def _open_segment(root: Path, segment: Any, manifest: dict[str, Json], known: Known) -> SegmentReader:
     if not isinstance(segment, dict) or not isinstance(segment.get("file"), str):
         raise CaptureInvalid(f"{root / MANIFEST}: an entry of segments is damaged")
     name = segment["file"]
@@ -349,7 +398,7 @@ def _open_segment(root: Path, segment: Any, manifest: dict[str, Json]) -> Segmen
         raise CaptureInvalid(
             f"{path} has {size} bytes, the manifest says {segment.get('bytes')}", "the file as it was written"
         )
-    reader = SegmentReader(path, str(segment.get("check", "")))
+    reader = SegmentReader(path, str(segment.get("check", "")), known)
     wrong = ""
     if (reader.rank, reader.side, reader.world) != (segment.get("rank"), manifest["side"], manifest["world"]):
         wrong = "rank, side or world"

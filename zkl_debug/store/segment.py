@@ -204,6 +204,7 @@ class SegmentWriter:
             "dropped": site.dropped,
             "check_row": site.row.check(),
             "check_digest": site.digest.check(),
+            "at": {"row": site.row.place(), "digest": site.digest.place()},
         }
         if site.payload is not None:
             site.payload.finish()

@@ -27,6 +27,7 @@ from zkl_debug.schema import (
     StateRecord,
 )
 from zkl_debug.store.layout import fold_digest, payload_dtype, segment_check, site_from_json
+from zkl_debug.store.mapped import ColumnData, MappedFile, slice_rows
 from zkl_debug.store.segment import Summary
 
 _DAMAGE = (OSError, KeyError, ValueError, TypeError, RuntimeError, AttributeError, IndexError, RecursionError)
@@ -46,74 +47,16 @@ def refusing(path: Path) -> Iterator[None]:
         ) from None
 
 
-class ColumnData:
-    """Rows of an uncompressed dataset, mapped straight from the file. ``shape`` and ``dtype`` are those of the data."""
-
-    def __init__(self, memory: NDArray[np.uint8], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._memory, self.dtype, self.shape = memory, dtype, shape
-        self._row_bytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
-        self._chunk_rows = max(1, shape[0])
-        self._offsets: list[int] = []
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def place(self, chunk_rows: int, offsets: list[int]) -> None:
-        """Say where the data lies: chunk ``k`` holds ``chunk_rows`` rows from byte ``offsets[k]`` on.
-
-        Raises:
-            ValueError: when part of the data would lie outside the file.
-        """
-        needed = -(-self.shape[0] // max(1, chunk_rows))
-        if len(offsets) != needed:
-            raise ValueError(f"{needed} chunks are needed and {len(offsets)} are there")
-        for k, offset in enumerate(offsets):
-            rows = min(chunk_rows, self.shape[0] - k * chunk_rows)
-            if offset < 0 or offset + rows * self._row_bytes > self._memory.size:
-                raise ValueError("data lies outside the file, which is truncated or damaged")
-        self._chunk_rows, self._offsets = max(1, chunk_rows), offsets
-
-    def blocks(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Yield (first row, rows) over all rows, without copies."""
-        for k in range(len(self._offsets)):
-            yield k * self._chunk_rows, self._chunk(k)
-
-    def _chunk(self, k: int) -> NDArray[Any]:
-        rows = min(self._chunk_rows, self.shape[0] - k * self._chunk_rows)
-        start = self._offsets[k]
-        flat = self._memory[start : start + rows * self._row_bytes]
-        return flat.view(self.dtype).reshape(rows, *self.shape[1:])
-
-    def all(self) -> NDArray[Any]:
-        """All rows; a view of the file when the data is in one piece."""
-        if len(self._offsets) == 1:
-            return self._chunk(0)
-        if not self._offsets:
-            return np.zeros(self.shape, self.dtype)
-        return np.concatenate([self._chunk(k) for k in range(len(self._offsets))])
-
-    def take(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        """Rows by number, [len(index), ...]; a view of the file when they are consecutive and in one chunk."""
-        if not len(index):
-            return np.zeros((0, *self.shape[1:]), self.dtype)
-        chunk = index // self._chunk_rows
-        inside = index - chunk * self._chunk_rows
-        if (chunk == chunk[0]).all():
-            first, last = int(inside[0]), int(inside[-1])
-            block = self._chunk(int(chunk[0]))
-            if last - first + 1 == len(inside) and (np.diff(inside) == 1).all():
-                return block[first : last + 1]
-            return np.asarray(block[inside])
-        out = np.empty((len(index), *self.shape[1:]), self.dtype)
-        for k in np.unique(chunk):
-            where = np.flatnonzero(chunk == k)
-            out[where] = self._chunk(int(k))[inside[where]]
-        return out
+#: Rows of a chunk and the byte offsets of the chunks.
+Place = tuple[int, list[int]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SiteEntry:
-    """A site of a segment as its index describes it; checks are hexadecimal check values."""
+    """A site of a segment as its index describes it; checks are hexadecimal check values.
+
+    ``at_row`` and ``at_digest`` say where the bytes are, so that HDF5 need not be asked; None in older captures.
+    """
 
     index: int
     meta: SiteMeta
@@ -125,6 +68,12 @@ class SiteEntry:
     payload_dtype: np.dtype[Any] | None
     payload_width: int
     payload_sparse: bool
+    at_row: Place | None = None
+    at_digest: Place | None = None
+
+
+#: Sites seen in other segments of a capture, as stored and as read.
+Known = dict[str, tuple[Any, SiteMeta]]
 
 
 class SegmentReader:
@@ -133,13 +82,15 @@ class SegmentReader:
     Args:
         path: the HDF5 file.
         check: check value from the manifest, or an empty string to take the file's own word.
+        known: sites of other segments of the capture, which this one most likely shares; added to.
 
     Raises:
         CaptureInvalid: when the file is not a whole, unaltered segment of format 1.
     """
 
-    def __init__(self, path: Path, check: str = "") -> None:
+    def __init__(self, path: Path, check: str = "", known: Known | None = None) -> None:
         self.path = path
+        self._known: Known = {} if known is None else known
         self._groups: dict[str, Any] = {}
         self._sound: set[int] = set()  # sites whose digests were checked
         self._known_rows: dict[tuple[str, int], NDArray[np.uint32]] = {}
@@ -151,8 +102,8 @@ class SegmentReader:
             self._file = h5py.File(path, "r", locking=False)
         try:
             with refusing(path):
-                # A plain array: every slice of a memmap object would run Python code of its own.
-                self._memory: NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, "r"))
+                self._map = MappedFile(path)
+                self._memory = self._map.bytes
                 self._read(check)
         except BaseException:
             self._file.close()
@@ -162,6 +113,10 @@ class SegmentReader:
         """Close the file; arrays that were handed out stay valid."""
         self._groups.clear()
         self._file.close()
+
+    def release(self) -> None:
+        """Let go of the file's pages in memory; arrays that were handed out stay valid."""
+        self._map.release()
 
     def _read(self, check: str) -> None:
         attrs = self._file.attrs
@@ -185,17 +140,23 @@ class SegmentReader:
             raise ValueError("frames, rows or the site index are not what was written")
         self.events = self._events()
         self.states = self._states()
-        self.summary = Summary(
-            frames=len(self.frames),
-            rows=len(self.rows),
-            events=len(self.events),
-            states=sum(len(records) for records in self.states.values()),
-            check=expected,
-            sites=raw_index,
-        )
+        self._check = expected
+
+    @property
+    def summary(self) -> Summary:
+        """What the manifest says of the segment. Reads the site index again: it is too large to keep."""
+        with refusing(self.path):
+            return Summary(
+                frames=len(self.frames),
+                rows=len(self.rows),
+                events=len(self.events),
+                states=sum(len(records) for records in self.states.values()),
+                check=self._check,
+                sites=self._json("index"),
+            )
 
     def _entry(self, entry: Any) -> SiteEntry:
-        meta = site_from_json(entry["site"])
+        meta = self._meta_of(entry["site"])
         dtype = payload_dtype(entry["payload_dtype"]) if "payload_dtype" in entry else None
         numbers = [entry[key] for key in ("index", "rows", "dropped")]
         numbers += [entry.get(key, 0) for key in ("payload_rows", "payload_width")]
@@ -203,9 +164,18 @@ class SegmentReader:
             raise ValueError(f"the counts of site {meta.name} are damaged")
         index, rows, dropped, payload_rows, width = numbers
         checks = str(entry["check_row"]), str(entry["check_digest"])
-        return SiteEntry(
-            index, meta, rows, dropped, *checks, payload_rows, dtype, width, bool(entry.get("payload_sparse"))
-        )
+        at = entry.get("at")
+        places = (None, None) if at is None else (_place(at["row"]), _place(at["digest"]))
+        sparse = bool(entry.get("payload_sparse"))
+        return SiteEntry(index, meta, rows, dropped, *checks, payload_rows, dtype, width, sparse, *places)
+
+    def _meta_of(self, site: Any) -> SiteMeta:
+        name = site.get("name") if isinstance(site, dict) else None
+        if isinstance(name, str) and name in self._known and self._known[name][0] == site:
+            return self._known[name][1]
+        meta = site_from_json(site)
+        self._known.setdefault(meta.name, (site, meta))
+        return meta
 
     def _dataset(self, name: str) -> Any:
         """Open a dataset by path, following hard links only."""
@@ -320,6 +290,20 @@ class SegmentReader:
             ]
         return states
 
+    def _index_column(self, entry: SiteEntry, name: str, place: Place | None) -> NDArray[Any]:
+        """The ``row`` or ``digest`` column of a site: where the index says it is, else where HDF5 does.
+
+        A place is bounds-checked here, and what is found there must have the check value that the index gives.
+        """
+        dtype, row_shape = _INDEX_COLUMNS[name]
+        if place is None:
+            return self._column(f"sites/{entry.index:05d}/{name}", dtype, row_shape, entry.rows).all()
+        if len(place[1]) == 1 and place[0] >= entry.rows:
+            return slice_rows(self._memory, dtype, row_shape, entry.rows, place[1][0])
+        column = ColumnData(self._memory, dtype, (entry.rows, *row_shape))
+        column.place(*place)
+        return column.all()
+
     # Columns of a site. All raise CaptureInvalid, naming the file, when the data is not what was written.
 
     def site_rows(self, entry: SiteEntry) -> NDArray[np.uint32]:
@@ -333,7 +317,7 @@ class SegmentReader:
         if known is not None:
             return known
         with refusing(self.path):
-            rows = self._column(f"sites/{entry.index:05d}/row", np.dtype("<u4"), (), entry.rows).all()
+            rows = self._index_column(entry, "row", entry.at_row)
             if fold_digest(rows) != entry.check_row or (len(rows) and int(rows.max()) >= len(self.rows)):
                 raise ValueError(f"the row numbers of site {entry.meta.name} are not what was written")
             self._known_rows[key] = rows
@@ -341,13 +325,26 @@ class SegmentReader:
 
     def site_digest(self, entry: SiteEntry) -> NDArray[np.uint64]:
         """Digests of the site's rows, [n, 2] uint64."""
+        digest = self.unchecked_digest(entry)
+        if not self.is_sound(entry):
+            self.confirm(entry, fold_digest(digest))
+        return digest
+
+    def unchecked_digest(self, entry: SiteEntry) -> NDArray[np.uint64]:
+        """As :meth:`site_digest`, but the caller sees to the check value: see :meth:`confirm`."""
         with refusing(self.path):
-            digest = self._column(f"sites/{entry.index:05d}/digest", np.dtype("<u8"), (2,), entry.rows).all()
-            if entry.index not in self._sound:
-                if fold_digest(digest) != entry.check_digest:
-                    raise ValueError(f"the digests of site {entry.meta.name} are not what was written")
-                self._sound.add(entry.index)
-            return digest
+            return self._index_column(entry, "digest", entry.at_digest)
+
+    def is_sound(self, entry: SiteEntry) -> bool:
+        """Whether the digests of a site were checked."""
+        return entry.index in self._sound
+
+    def confirm(self, entry: SiteEntry, check: str) -> None:
+        """Compare the check value of a site's digests, as read, with the one the index gives."""
+        with refusing(self.path):
+            if check != entry.check_digest:
+                raise ValueError(f"the digests of site {entry.meta.name} are not what was written")
+        self._sound.add(entry.index)
 
     def site_payload(self, entry: SiteEntry) -> ColumnData:
         """Payload rows of the site, [m, W]; the entry must have a payload."""
@@ -366,6 +363,18 @@ class SegmentReader:
             if len(index) and (int(index[-1]) >= entry.rows or (np.diff(index) <= 0).any()):
                 raise ValueError(f"the payload of site {entry.meta.name} is filed under rows that do not exist")
             return index
+
+
+_INDEX_COLUMNS: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
+    "row": (np.dtype("<u4"), ()),
+    "digest": (np.dtype("<u8"), (2,)),
+}
+
+
+def _place(value: Any) -> Place:
+    if not isinstance(value, list) or not value or any(type(n) is not int or n < 0 for n in value):
+        raise ValueError("the index does not say where the columns are")
+    return value[0], value[1:]
 
 
 def _text(value: Any) -> str:
