@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "inspect": ("zkl_debug.cli.inspect", "command", "Show what a capture folder holds."),
     "repair": ("zkl_debug.cli.repair", "command", "Recover every flushed frame of a capture that was killed."),
     "logprobs": ("zkl_debug.cli.logprobs", "command", "What generation and training log-probs say by themselves."),
+    "ingest": ("zkl_debug.cli.ingest", "command", "Other tools' dumps as a capture or a table of log-probs."),
     "check": (
         "zkl_debug.cli.check",
         "command",

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zkl_debug.errors import Refused, UsageError
-from zkl_debug.ingest import golden, nemo_rl
+from zkl_debug.ingest import golden, nemo_rl, slime
+from zkl_debug.ingest.raw import files_under
 from zkl_debug.logprobs import files
 from zkl_debug.logprobs.table import LogprobTable
 
-FORMATS = ("nemo-rl", "golden", "csv", "npz")
+FORMATS = ("nemo-rl", "golden", "csv", "npz", "slime")
 _SNIFF_BYTES = 1 << 20
 
 
 def load_logprobs(path: Path, kind: str = "auto") -> LogprobTable:
-    """The log-prob table of a file, or of a folder of NeMo-RL step dumps.
+    """The log-prob table of a file, or of a folder of step dumps (NeMo-RL's, or those of slime and miles).
 
     Args:
         path: file or folder.
@@ -26,7 +27,8 @@ def load_logprobs(path: Path, kind: str = "auto") -> LogprobTable:
         Refused: when the content cannot be used.
     """
     if path.is_dir():
-        return nemo_rl.read(_steps(path))
+        dumps = [] if kind == "nemo-rl" or nemo_rl.files_in(path) else files_under(path, (".pt",))[0]
+        return slime.read(dumps) if dumps else nemo_rl.read(_steps(path))
     if not path.is_file():
         raise UsageError(f"{path} is not a file or folder", "a log-prob file, or a folder of train_data_stepN.jsonl")
     kind = detect(path) if kind == "auto" else kind
@@ -34,6 +36,8 @@ def load_logprobs(path: Path, kind: str = "auto") -> LogprobTable:
         return nemo_rl.read([path])
     if kind == "golden":
         return golden.read(path)
+    if kind == "slime":
+        return slime.read([path])
     return files.read_npz(path) if kind == "npz" else files.read_csv(path)
 
 
@@ -61,6 +65,8 @@ def detect(path: Path) -> str:
         raise Refused(f"{path} cannot be read: {error.strerror or error}", "a readable file") from None
     if not head.strip():
         raise Refused(f"{path} is empty", "a file with log-probs")
+    if path.suffix in (".pt", ".pth"):
+        return "slime"
     if head.startswith(b"PK"):
         return "npz"
     if nemo_rl.step_of(path) is not None or path.suffix == ".jsonl":
@@ -76,5 +82,7 @@ def detect(path: Path) -> str:
 def _steps(folder: Path) -> list[Path]:
     found = nemo_rl.files_in(folder)
     if not found:
-        raise UsageError(f"{folder} holds no {nemo_rl.PATTERN}", "a NeMo-RL log folder (exp_NNN)")
+        raise UsageError(
+            f"{folder} holds no {nemo_rl.PATTERN}", "a NeMo-RL log folder (exp_NNN), or .pt dumps of slime"
+        )
     return found

@@ -103,6 +103,29 @@ def read_npz(path: Path) -> LogprobTable:
     return _table(path, columns, _lossy(columns))
 
 
+def write_npz(path: Path, table: LogprobTable) -> None:
+    """A table as an NPZ archive that :func:`read_npz` reads back with the same bits.
+
+    Raises:
+        Refused: when the file cannot be written.
+    """
+    columns: dict[str, NDArray[Any]] = {
+        "step": table.step,
+        "sample": table.sample,
+        "position": table.position,
+        "token": table.token,
+        "mask": table.mask,
+        "generated": table.generated,
+    }
+    columns |= {"logprob": table.gen} if table.train is None else {"gen": table.gen, "train": table.train}
+    columns |= {} if table.curr is None else {"curr": table.curr}
+    try:
+        with path.open("xb") as stream:
+            np.savez(stream, allow_pickle=False, **columns)
+    except OSError as error:
+        raise Refused(f"{path} cannot be written: {error.strerror or error}", "a place to write to") from None
+
+
 def _npy(path: Path, name: str, data: bytes) -> NDArray[Any]:
     """An array from the bytes of a .npy member; its header must agree with the bytes that are there."""
     stream = io.BytesIO(data)
