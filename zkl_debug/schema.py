@@ -53,6 +53,7 @@ class SiteKind(StrEnum):
     MODULE = "module"  # forward hook of an nn.Module
     TAP = "tap"  # wrapper round a function
     INPUT = "input"  # what was fed to the model (token and position ids); compared before anything else
+    CALL = "call"  # a fact of the whole call, kept beside its first row; never compared, calls may differ
 
 
 #: One row of ``/rows``. ``prefix`` is the multilinear-128 digest of the int32 tokens[0..position] of the sample.

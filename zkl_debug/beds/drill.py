@@ -57,6 +57,8 @@ def drill(a: Path, b: Path, verdict: Verdict, say: Say | None = None) -> Drill:
     say = say or (lambda _text: None)
     if verdict.first is None:
         return Drill(verdict, False, note="nothing differs, there is nothing to drill into")
+    if not verdict.by_rows:
+        return Drill(verdict, False, note=f"{verdict.first.site} is no operator of a forward, nothing runs inside it")
     recipe = recipe_of(a, b)
     layer = max(verdict.first.name.layer, 0)
     record = RecordOptions("payload", layers=(max(0, layer - 1), layer), certify=False)

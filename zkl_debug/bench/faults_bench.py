@@ -10,10 +10,10 @@ from pathlib import Path
 
 from zkl_debug.beds.bed import DTYPES, BedOptions
 from zkl_debug.beds.faults import FAULTS, Fault
+from zkl_debug.beds.faults.registry import no_fault
 from zkl_debug.beds.record import RecordOptions, record_bed
 from zkl_debug.bench.scoreboard import Clean, Document, Score, judge, told
 from zkl_debug.diff import diff_captures
-from zkl_debug.errors import UsageError
 
 Say = Callable[[str], None]
 
@@ -41,7 +41,7 @@ def cases(faults: Sequence[str] = (), dtypes: Sequence[str] = DTYPES, seeds: int
     """
     unknown = [name for name in faults if name not in FAULTS]
     if unknown:
-        raise UsageError(f"no fault {unknown[0]!r}", f"one of {', '.join(FAULTS)}", "zkl-debug beds")
+        raise no_fault(unknown[0])
     chosen = [f for f in FAULTS.values() if f.id != "Z0" and (not faults or f.id in faults)]
     return [
         Case(f, f.beds[seed % len(f.beds)], dtype, seed)

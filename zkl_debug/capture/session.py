@@ -293,6 +293,21 @@ class CaptureSession:
         digest = self._digest(frame, view, source)
         frame.blocks.append(Block(meta, view.row, digest, payload))
 
+    def record_call(self, name: str, value: torch.Tensor, semantic: str = "") -> None:
+        """Keep a fact of the open call, beside its first row; at payload level only, for it is read and not compared.
+
+        Args:
+            name: canonical site name.
+            value: shape [W].
+            semantic: operator class.
+        """
+        frame = self._frame
+        unread = self.options.level != "payload" or self.forcing is not None or self.recording
+        if frame is None or unread or len(frame.rows.rows) == 0:
+            return
+        view = RowView(value.detach().reshape(1, -1), None, np.zeros(1, np.uint32), (value.numel(),))
+        self.record_view(name, view, kind=SiteKind.CALL, semantic=semantic)
+
     def record_labels(
         self,
         label_site: str,

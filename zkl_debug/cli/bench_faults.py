@@ -88,6 +88,9 @@ def _print(scores: Sequence[Score], document: dict[str, Any]) -> None:
         console.print(f"clean runs: {clean['runs']}, false blame in {clean['false_blame']}")
     for run in clean["blamed"]:
         console.print(f"  blamed: {run['bed']} {run['dtype']} seed {run['seed']}: {run['verdict']} {run['blamed']}")
+    if not scores and not clean["runs"]:
+        console.print("nothing was run")
+        return
     word = "[green]within the goals[/]" if document["passed"] else "[red]not within the goals[/]"
     console.print(f"{word}  ({document['seconds']:.0f} s)")
 

@@ -111,7 +111,7 @@ def _print_drill(drilled: Drill) -> None:
 
 def _replayed(verdict: Verdict, a: Path, b: Path) -> Verdict:
     """The verdict after calling its first operator again, and in float64; unchanged when nothing diverges."""
-    if verdict.first is None:
+    if not verdict.by_rows:
         return verdict
     from zkl_debug.beds.replay import replay_first, settle
     from zkl_debug.beds.ruling import rule_first

@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -114,8 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = error.exit_code
         _error_json(arguments, before, error.found, error.expected, error.next_step, int(code))
     except click.exceptions.Abort:
-        click.echo("zkl-debug: interrupted", err=True)
+        again = shlex.join(["zkl-debug", *arguments])
+        click.echo(f"zkl-debug: interrupted\nnext: {again}", err=True)
         code = 130
+        _error_json(arguments, before, "interrupted", "a run to the end", again, code)
     except click.ClickException as error:
         error.show()
         code = ExitCode.USAGE

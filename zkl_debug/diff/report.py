@@ -46,7 +46,7 @@ def report(verdict: Verdict) -> Iterator[RenderableType]:
     yield Text(f"coverage  {_coverage(verdict.coverage)}")
     yield _edges(verdict)
     if verdict.first is not None:
-        yield from _first(verdict.first)
+        yield from _first(verdict.first, verdict.by_rows)
         yield from _following(verdict)
     yield from _skipped(verdict.coverage)
     yield from _next(verdict)
@@ -122,6 +122,8 @@ def _checks(verdict: Verdict) -> str:
         words.append(f"BUFFERS DIFFER: {', '.join(buffers[:3])}")
     if checks.get("on_one_side"):
         words.append(f"parameters on one side only: {', '.join(checks['on_one_side'][:3])}")
+    if checks.get("routing_returned"):
+        words.append(f"routing handed back {checks['routing_returned']}")
     return ", ".join(words)
 
 
@@ -161,7 +163,7 @@ def _ulp(first: First) -> str:
     return "?" if first.stats.max_ulp is None else str(first.stats.max_ulp)
 
 
-def _first(first: First) -> Iterator[RenderableType]:
+def _first(first: First, verdict_of_rows: bool) -> Iterator[RenderableType]:
     from rich.text import Text
 
     step = f"step {first.step} " if first.step >= 0 else ""
@@ -175,7 +177,8 @@ def _first(first: First) -> Iterator[RenderableType]:
         size = f"{stats.mismatched_elements} of {stats.elements} elements, first at {stats.first_element}"
         yield Text(f"  size    max {ulp} ulp, max abs {stats.max_abs:.3g}; {size}")
     else:
-        yield Text("  size    unknown: no payload on both sides (capture with --level payload)")
+        unknown = "no payload on both sides (capture with --level payload)" if verdict_of_rows else "nothing to measure"
+        yield Text(f"  size    unknown: {unknown}")
     yield Text(f"  before  {first.last_equal or 'nothing'} is the last site compared and equal")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from zkl_debug.diff import handed as handed_over
 from zkl_debug.diff.answer import affected, edge_summaries
 from zkl_debug.diff.buffers import check_buffers
 from zkl_debug.diff.comparison import Comparison, Progress, compare
@@ -113,6 +114,14 @@ def _diff(a: CaptureLike, b: CaptureLike, partial: bool, verify_bytes: bool, com
     edges = edge_summaries(comparison)
     edge = comparison.edge
     first = edges[edge].first if edge is not None else None
+    rows, why = affected(comparison), explain(comparison)
+    hints = suggestions(comparison, Outcome.IDENTICAL if edge is None else Outcome.DIVERGED, first, coverage)
+    handed = _handed(comparison, checks)
+    if handed is not None:
+        why = (*why, handed_over.finding(handed).to_json())
+        if edge is None:  # no row differs anywhere: the hand-over itself is the first thing that is wrong
+            edge, first = handed_over.edge_of(handed), handed_over.first_of(handed, comparison)
+            rows, edges, hints = handed_over.summary(handed), handed_over.with_first(edges, handed, first), ()
     outcome = Outcome.DIVERGED if edge is not None else Outcome.IDENTICAL
     claim = Claim(
         equality="bytes" if comparison.all_bytes else "digest",
@@ -125,13 +134,22 @@ def _diff(a: CaptureLike, b: CaptureLike, partial: bool, verify_bytes: bool, com
         coverage=coverage,
         edge=edge,
         first=first,
-        affected=affected(comparison),
-        explanations=explain(comparison),
+        affected=rows,
+        explanations=why,
         edges=edges,
-        next=suggestions(comparison, outcome, first, coverage),
+        next=hints,
         comparison=comparison,
         **known,
     )
+
+
+def _handed(comparison: Comparison, checks: dict[str, Json]) -> handed_over.Handed | None:
+    """What a side handed back wrongly beside its log-probs, if anything; ``checks`` says how it stands."""
+    found = [handed_over.handed_over(side, capture) for side, capture in enumerate((comparison.a, comparison.b))]
+    texts = [one.text for one in found if one is not None]
+    if texts:
+        checks["routing_returned"] = "; ".join(texts)
+    return handed_over.worst(found)
 
 
 def _coverage(comparison: Comparison, partial: bool) -> Coverage:

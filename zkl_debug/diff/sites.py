@@ -59,8 +59,10 @@ def join_sites(a: CaptureLike, b: CaptureLike, aliases: Mapping[str, str] | None
         aliases: site name of either capture -> canonical name, for operators the two sides name differently.
     """
     table = aliases or {}
-    left = {table.get(name, name): site for name, site in a.sites.items()}
-    right = {table.get(name, name): site for name, site in b.sites.items()}
+    left, right = (
+        {table.get(name, name): site for name, site in capture.sites.items() if site.meta.kind is not SiteKind.CALL}
+        for capture in (a, b)
+    )
     names = _merge(_ordered(left), _ordered(right))
     pairs = []
     for name in names:

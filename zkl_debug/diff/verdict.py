@@ -94,6 +94,11 @@ class Verdict:
         """Process exit code: 0 identical, 1 diverged, 3 refused, 4 inconclusive."""
         return _EXIT[self.outcome]
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether the first divergence is one of rows at a site, so that an operator can be looked into."""
+        return self.first is not None and self.comparison is not None and self.comparison.edge is not None
+
     @cached_property
     def site_table(self) -> NDArray[Any]:
         """One row per site and edge: see :func:`zkl_debug.diff.tables.site_table`. Empty when refused."""

@@ -245,8 +245,16 @@ def _copied(view: View, label: str, rows: Bools, origin: dict[int, int]) -> Find
     return Finding(
         "another-samples-rows" if same_step else "rows-of-another-step",
         f"{label} holds {where} at the same position (sample {one['sample']} holds that of sample "
-        f"{one['equals_sample']}): a buffer that was not written or is stale, not numerics",
+        f"{one['equals_sample']}, {_positions(view, rows, next(iter(origin)))}): a buffer that was not written or is "
+        "stale, not numerics",
         {"side": label, "sources": pairs[:16], "rows": int(rows.sum())},
         rows,
         proof="fill the buffer with NaN before use: the rows that stay NaN were never written",
     )
+
+
+def _positions(view: View, rows: Bools, sequence: int) -> str:
+    """``positions 1 to 16`` of the rows of one sequence."""
+    at = view.position[rows & (view.sequence == sequence)]
+    low, high = int(at.min()), int(at.max())
+    return f"position {low}" if low == high else f"positions {low} to {high}"

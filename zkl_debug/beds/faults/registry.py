@@ -93,6 +93,19 @@ def register(*faults: Fault) -> None:
         FAULTS[f.id] = f
 
 
+def no_fault(name: str) -> UsageError:
+    """The error for an id that no fault of the beds has; one of the loop is sent where it belongs."""
+    from zkl_debug.beds.grpo.faults_loop import LOOP_FAULTS
+
+    if name in LOOP_FAULTS:
+        return UsageError(
+            f"{name} is a fault of the training loop, not of one capture",
+            f"one of {', '.join(FAULTS)}",
+            f"zkl-debug bisect steps --fault {name}, or zkl-debug bench faults --loop",
+        )
+    return UsageError(f"no fault {name!r}", f"one of {', '.join(FAULTS)}", "zkl-debug beds")
+
+
 def fault(name: str | None, bed: str, dtype: str) -> Fault:
     """The fault of that id (None: nothing broken), checked against where it applies.
 
@@ -101,7 +114,7 @@ def fault(name: str | None, bed: str, dtype: str) -> Fault:
     """
     found = FAULTS.get(name or "Z0")
     if found is None:
-        raise UsageError(f"no fault {name!r}", f"one of {', '.join(FAULTS)}", "zkl-debug beds")
+        raise no_fault(str(name))
     if bed not in found.beds or dtype not in found.dtypes:
         where = f"beds {', '.join(found.beds)}, dtypes {', '.join(found.dtypes)}"
         raise UsageError(f"fault {found.id} in bed {bed}, {dtype}", where)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from zkl_debug.beds.faults.registry import BOTH_DTYPES, Answer, Fault, register
@@ -64,7 +65,89 @@ def replay_transposed(_context: BedContext) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def padding_counted(context: BedContext) -> Iterator[None]:
+    """The experts' linear layers sum K in one chunk when as many rows are counted as the step has tokens, else in two.
+
+    mcore routes the padding rows of an engine step like any others, so every padded step is counted wrongly.
+    """
+    import torch
+
+    from zkl_debug.engines.megatron import seams
+
+    split = [False]
+
+    def experts(original: Any) -> Any:
+        def forward(module: Any, hidden: Tensor, tokens_per_expert: Tensor, *args: Any, **kwargs: Any) -> Any:
+            tokens = int(context.generator.context.active_token_count)
+            split[0] = int(tokens_per_expert.sum()) != tokens * module.config.moe_router_topk
+            try:
+                return original(module, hidden, tokens_per_expert, *args, **kwargs)
+            finally:
+                split[0] = False
+
+        return forward
+
+    def linear(original: Any) -> Any:
+        @functools.wraps(original)  # mcore keeps state in attributes of the function
+        def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+            if not split[0]:
+                whole: Tensor = original(input, weight, bias, *args, **kwargs)
+                return whole
+            parts = zip(input.chunk(2, -1), weight.chunk(2, 1), strict=True)
+            first, second = (torch.mm(a.reshape(-1, a.shape[-1]), b.t()) for a, b in parts)
+            out = (first + second).reshape(*input.shape[:-1], weight.shape[0])
+            return out if bias is None else out + bias
+
+        return forward
+
+    with seams.expert_forward(experts), seams.linear_forward(linear):
+        yield
+
+
+def _nothing(_context: BedContext) -> Any:
+    return nullcontext()
+
+
 register(
+    Fault(
+        "M5",
+        "padding rows of an engine step are routed and counted",
+        "Megatron-LM#7061",
+        ("tiny-moe",),
+        BOTH_DTYPES,
+        ("gen",),
+        padding_counted,
+        Answer(
+            ("decoder.layers.1.mlp.experts.local_experts.*.linear_fc1:out",),
+            "score-prefill|prefill-decode|within-b",
+            "own",
+            "rows in the step < its bucket",
+            "expert counts: padding rows are counted",
+            rule_says=("padding rows in call",),
+            names=("padding-counted",),
+        ),
+    ),
+    Fault(
+        "R0",
+        "a finished request's routing is lost with a KV block that was given away in the same step",
+        "Megatron-LM main",
+        ("tiny-moe",),
+        BOTH_DTYPES,
+        (),
+        _nothing,
+        Answer(
+            ("routing/indices:out*",),
+            "within-b",
+            "own",
+            "that request only",
+            "routing capture; the reuse event",
+            rule_says=("^only requests? .*KV block.*given to another request in the step",),
+            names=("routing-lost",),
+            says=(r"request \d+: nothing was handed back", r"block \d+, number .* was given to request \d+"),
+        ),
+        model={"routing_replay": True},
+    ),
     Fault(
         "R1",
         "expert ids replayed, weights recomputed",

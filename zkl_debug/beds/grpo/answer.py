@@ -333,7 +333,7 @@ def _state_lines(doc: Mapping[str, Any]) -> Iterator[str]:
         yield f"  and {more} more"
     if not doc["explanations"]:
         yield "no parameter, cache or KV block of the engine is other than the weights ask for"
-    yield "  between the last good and the first bad generation: " + ", ".join(
+    yield "  after the last good generation, to the end of the first bad one: " + ", ".join(
         f"{e['name']} ({e['step']})" for e in doc["between"] if e["name"] != "mode"
     )
 

@@ -27,7 +27,11 @@ def _second(loop: GrpoLoop) -> InferenceModelLayout:
     from zkl_debug.beds.grpo.layouts import InferenceModelLayout, SharedLayout
 
     if not isinstance(loop.layout, InferenceModelLayout | SharedLayout):
-        raise UsageError(f"fault in layout {loop.options.layout}", "a colocated layout")
+        raise UsageError(
+            f"a fault of the engine in layout {loop.options.layout}, where the engine is another process",
+            "a colocated layout",
+            "--layout colocated-inference-model",
+        )
     return loop.layout  # type: ignore[return-value]
 
 

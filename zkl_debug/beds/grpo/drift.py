@@ -54,7 +54,7 @@ class Drift:
             ``table`` (both sides computed the same, what was handed on differs) or ``undecided``.
         reason: why, in words.
         state: wrong state at the onset step, most telling first.
-        between: events between the last good generation and the first bad one.
+        between: events after the last good generation, up to the end of the first bad one.
         table: what the log-probs of the onset step say by themselves.
         operator: verdict of the captures of the onset step, both sides.
         captures: where these are.
@@ -181,17 +181,17 @@ def _investigate(drift: Drift, loop: GrpoLoop, watch: LoopWatch, out: Path | Non
     drift.table = sorted(told, key=lambda finding: -finding["evidence"]["explains"])
     _operator(drift, runner, bad, out, say)
     if drift.kind in ("always", "data") and isinstance(drift.operator, dict):
-        _computed_equal(drift, drift.operator)
+        _computed_equal(drift, drift.operator, record.only_cached_rows(drift.options.block))
     drift.cells = list(runner.done.values())
 
 
-def _computed_equal(drift: Drift, verdict: Mapping[str, Json]) -> None:
+def _computed_equal(drift: Drift, verdict: Mapping[str, Json], rows: str) -> None:
     """Where every captured value is equal on both sides, the fault lies behind the model."""
     if verdict["verdict"] == "identical":
         drift.kind = "table"
         drift.reason = (
             "everything both sides computed is equal, log-probs included; what the engine handed on is not: not the "
-            "model, but the way from it to the table of log-probs"
+            f"model, but the way from it to the table of log-probs{rows}"
         )
 
 
@@ -311,9 +311,9 @@ def _sharing(record: StepRecord) -> set[int]:
 
 
 def _between(moments: list[Moment], bad: int) -> list[EventRef]:
-    """Events after the last good generation and before the first bad one (their ends)."""
+    """Events after the last good generation, up to the end of the first bad one."""
     start = max((m.seq for m in moments if m.step == bad - 1 and m.name == "generate" and m.phase == "end"), default=-1)
-    stop = next(m.seq for m in moments if m.step == bad and m.name == "generate" and m.phase == "begin")
+    stop = next(m.seq for m in moments if m.step == bad and m.name == "generate" and m.phase == "end")
     inside = [m for m in moments if start < m.seq < stop and m.phase != "begin"]
     return [EventRef(m.name, m.step, m.seq, m.site) for m in inside]
 

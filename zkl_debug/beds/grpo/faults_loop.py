@@ -94,6 +94,12 @@ def loop_fault(name: str | None) -> LoopFault:
     """
     found = LOOP_FAULTS.get(name or "Z0")
     if found is None:
+        from zkl_debug.beds.faults import FAULTS
+
+        one = FAULTS.get(str(name))
+        if one is not None:
+            command = f"zkl-debug capture --bed {one.beds[0]} --fault {one.id} --out DIR"
+            raise UsageError(f"{name} is a fault of one capture, not of the loop", "a fault of the loop", command)
         raise UsageError(f"no loop fault {name!r}", f"one of {', '.join(LOOP_FAULTS)}", "zkl-debug beds")
     return found
 

@@ -86,6 +86,25 @@ class StepRecord:
         """Samples whose two sides are not bitwise equal."""
         return tuple(s.sample for s in self.sequences if not s.equal)
 
+    def only_cached_rows(self, block: int) -> str:
+        """Remark where just those prompt rows differ whose KV came from the prefix cache; ``block`` is its tokens."""
+        apart = [s for s in self.sequences if not s.equal]
+        cached = {s.sample: sum(use.cached for use in s.uses) * block for s in apart}
+        for s in apart:
+            rows = np.flatnonzero(
+                ~np.isnan(s.prompt_gen) & (s.prompt_gen.view(np.uint32) != s.prompt_train.view(np.uint32))
+            )
+            generated = s.gen.shape != s.train.shape or (s.gen.view(np.uint32) != s.train.view(np.uint32)).any()
+            if generated or len(rows) == 0 or int(rows[-1]) >= cached[s.sample]:
+                return ""
+        if not apart:
+            return ""
+        one = apart[0].sample
+        return (
+            "; only rows [0, cached) of a prompt differ, those that came from the prefix cache and were not computed "
+            f"(sample {one}: [0, {cached[one]}))"
+        )
+
 
 def sequences_of(
     results: Sequence[GenResult], scored: Mapping[int, F32], uses: Sequence[BlockUse] = ()

@@ -11,7 +11,7 @@ import numpy as np
 from zkl_debug.diff.compare import SiteRows, gather
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.edges import named_row
-from zkl_debug.diff.explain import gather_more, gather_quantised, gather_rows
+from zkl_debug.diff.explain import gather_calls, gather_more, gather_quantised, gather_rows
 from zkl_debug.diff.explain.model import Evidence, Port, Values
 from zkl_debug.diff.facts import RowFacts, row_facts
 from zkl_debug.diff.model import Ints, Kind, fact
@@ -121,6 +121,7 @@ def evidence(comparison: Comparison, edge: str) -> Evidence | None:
         parents=gather_more.labels(comparison, chosen.site, looked, chosen.facts),
         call=_call(chosen, looked),
         quantised=gather_quantised.quantised(chosen),
+        counts=gather_calls.expert_counts(comparison, chosen.site, looked, _equal(chosen), chosen.facts),
     )
 
 
@@ -160,6 +161,12 @@ def _inputs(chosen: Chosen, pairs: Ints) -> dict[str, Port]:
 def _clean_inputs(chosen: Chosen, clean: Ints) -> dict[str, Values]:
     found = _inputs(chosen, clean)
     return {name: values.left for name, values in found.items() if values.equal}
+
+
+def _equal(chosen: Chosen) -> Ints:
+    """Equal pairs of the site, at most so many."""
+    codes = chosen.comparison.done[chosen.site].kind[chosen.present]
+    return _spread(chosen.present[codes < Kind.PROPAGATED], _SOURCES)
 
 
 def _clean(chosen: Chosen) -> Ints:

@@ -229,6 +229,39 @@ class Quantised:
 
 
 @dataclass(frozen=True)
+class CallCounts:
+    """Experts of the calls of some rows.
+
+    Attributes:
+        site: where the counts were taken.
+        counted: rows that each expert was given in the row's call, padding included, float64 [m, E].
+        chosen: rows of the call that chose it, [m, E].
+        rows, slots: of the call, int64 [m].
+        engine: it is a step of an engine; elsewhere padding belongs to the batch and counts say nothing, bool [m].
+    """
+
+    site: str
+    counted: F64
+    chosen: F64
+    rows: Ints
+    slots: Ints
+    engine: Bools
+
+    @property
+    def excess(self) -> F64:
+        """Rows counted beyond those of the call, [m]."""
+        return np.asarray((self.counted - self.chosen).sum(axis=1))
+
+    @property
+    def padded(self) -> Bools:
+        """Rows of engine steps that count more than their rows, bool [m]."""
+        return np.asarray(self.engine & (self.excess > 0))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Everything known of the affected rows at the site in question.
 
@@ -252,6 +285,7 @@ class Evidence:
         parents: for a label row: the label that was used and the log-probs it was taken from.
         call: other facts of the pairs, by name, int64 [m].
         quantised: parts of an operand in a block format, at its own sites and at those of the product.
+        counts: expert counts of the calls of (affected, clean) pairs, for the left and the right rows.
     """
 
     site: SiteName
@@ -277,6 +311,7 @@ class Evidence:
     parents: Labels | None = None
     call: Mapping[str, Ints] = field(default_factory=dict)
     quantised: Quantised | None = None
+    counts: tuple[tuple[CallCounts, CallCounts], tuple[CallCounts, CallCounts]] | None = None
 
     def pair(self) -> Port | None:
         """The values, where both sides are floats of one dtype and width."""

@@ -9,6 +9,7 @@ from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.explain import (
     affine,
     attention,
+    counts,
     logprob,
     moe,
     norm,
@@ -122,6 +123,7 @@ TESTS = (
     Test("column-permutation", affine.column_permutation, _bits, _wide),
     Test("constant-ratio", affine.constant_ratio, _bits, _wide),
     Test("constant-offset", affine.constant_offset, _bits, _wide),
+    Test("padding-counted", counts.padding_counted, _nothing, counts.applies),
     Test("reduction-order", order.reduction_order, _bits, order.reduces),
     Test("routing-flip", moe.routing_flip, _routing),
 )

@@ -10,7 +10,7 @@ import torch
 
 from zkl_debug.capture.hooks import ModuleRule
 from zkl_debug.capture.rows import FrameRows
-from zkl_debug.engines.megatron import taps_logprobs, taps_model, taps_precision
+from zkl_debug.engines.megatron import taps_logprobs, taps_model, taps_precision, taps_routing
 from zkl_debug.engines.megatron.frames import EngineHistory, StaticHistory, StepRequests, dynamic_step, packed_forward
 from zkl_debug.schema import Json
 
@@ -51,10 +51,12 @@ class MegatronAdapter:
         self._next_sample = 0
 
     def install(self, capture: Capture) -> None:
-        """Tap the functions of :mod:`taps_model`, :mod:`taps_logprobs` and :mod:`taps_precision`."""
+        """Tap the model, what is behind its logits, quantisers and, where the engine keeps routing, its hand-over."""
         taps_model.install(capture)
         taps_logprobs.install(capture, self)
         taps_precision.install(capture)
+        if getattr(getattr(capture.model, "config", None), "moe_enable_routing_replay", False):
+            taps_routing.install(capture)
 
     def open_frame(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | None:
         """Key the coming forward from the inference context or the packing parameters it is called with."""

@@ -32,6 +32,7 @@ class ModelSpec:
     dense_layers: int = 0
     tied_output: bool = False
     dropout: float = 0.0
+    routing_replay: bool = False
 
 
 def build_model(spec: ModelSpec, dtype: str, seed: int) -> nn.Module:
@@ -47,6 +48,10 @@ def build_model(spec: ModelSpec, dtype: str, seed: int) -> nn.Module:
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         config = transformer_config(spec, DTYPES[dtype])
+        if spec.routing_replay:
+            from megatron.core.transformer.moe.router_replay import RouterReplay
+
+            RouterReplay.clear_global_router_replay_instances()  # those of a model that is gone
         model = GPTModel(
             config,
             get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
@@ -69,7 +74,9 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, **more: Any) -> Any:
 
     moe: dict[str, Any] = {}
     if spec.experts:
-        moe = {
+        if spec.routing_replay:
+            moe["moe_enable_routing_replay"] = True
+        moe |= {
             "num_moe_experts": spec.experts,
             "moe_router_topk": spec.topk,
             "moe_ffn_hidden_size": spec.expert_ffn,

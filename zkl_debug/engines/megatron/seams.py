@@ -101,6 +101,15 @@ def topk_routing(wrap: Wrap) -> Iterator[None]:
 
 
 @contextmanager
+def expert_forward(wrap: Wrap) -> Iterator[None]:
+    """``SequentialMLP.forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)``."""
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    with patched(SequentialMLP, "forward", wrap):
+        yield
+
+
+@contextmanager
 def linear_forward(wrap: Wrap) -> Iterator[None]:
     """The function under Column- and RowParallelLinear: ``f(input, weight, bias, ...)``, keyword or positional."""
     import megatron.core.tensor_parallel.layers as layers

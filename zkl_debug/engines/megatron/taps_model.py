@@ -232,6 +232,9 @@ def _topk(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
             with capture.session.guarded("router.topk"):
                 for index, value in enumerate(result):
                     _record(capture, "router.topk", f"out.{index}", value)
+                chosen = result[1]
+                if isinstance(chosen, torch.Tensor) and chosen.dtype == torch.bool and chosen.ndim == 2:
+                    capture.session.record_call(site(capture, "router.counts", "out.0"), chosen.sum(0), "expert_counts")
         return result
 
     return tapped
