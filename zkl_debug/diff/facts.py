@@ -274,9 +274,10 @@ def _own_padding(frame: dict[str, Ints], space: RowSpace, place: dict[str, Ints]
 
 
 def _packed(frame: dict[str, Ints], space: RowSpace) -> Ints:
-    """Scoring calls with fewer slots than a padded batch of their sequences would need."""
+    """Scoring calls whose slots are no padded batch of their sequences: too few, or not so many for each."""
     several = (space.phase == Phase.SCORE) & (frame["n_seqs"] > 1)
-    return np.asarray(several & (frame["n_padded"] < frame["n_seqs"] * frame["max_seqlen_q"]), np.int64)
+    few = frame["n_padded"] < frame["n_seqs"] * frame["max_seqlen_q"]
+    return np.asarray(several & (few | (frame["n_padded"] % np.maximum(frame["n_seqs"], 1) != 0)), np.int64)
 
 
 def _shared(space: RowSpace, rows: RowFacts, named: Ints) -> list[Fact]:
