@@ -333,8 +333,9 @@ class CaptureSession:
         frame.labels.append(rows)
         before = used.clone() if self.forcing is not None else used
         self.record_view("logprobs/label:out.0", RowView(used, None, index, ()), kind=SiteKind.TAP, semantic="label")
-        if self.forcing is not None and table is not None:
-            selected = self.forcing.looked_up_again(selected, table, before, used)
+        again = getattr(self.forcing, "looked_up_again", None)  # others that only look on change no label
+        if again is not None and table is not None:
+            selected = again(selected, table, before, used)
         view = RowView(selected.contiguous(), None, index, ())
         self.record_view(label_site, view, kind=SiteKind.TAP, semantic="selected")
 
