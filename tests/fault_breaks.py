@@ -171,6 +171,22 @@ def other_scale(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return attention.reference_attention(q, k, v, scale * 1.25)
 
 
+def other_kv_heads(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return attention.reference_attention(q, k.roll(1, 1), v.roll(1, 1), scale)
+
+
+def left_out(path: str) -> Any:
+    """A module that hands on what it was given."""
+
+    @contextmanager
+    def breaks(context: Any) -> Iterator[None]:
+        module = context.model.get_submodule(path)
+        with patched(module, "forward", lambda _original: lambda x, *_args, **_kwargs: x):
+            yield
+
+    return breaks
+
+
 def combine(layer: int, change: Callable[..., Tensor]) -> Any:
     """Another combine in the one MoE layer with that number."""
 

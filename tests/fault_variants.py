@@ -18,6 +18,7 @@ from fault_breaks import (
     gen_attention,
     gen_log_softmax_of,
     gen_rope_freqs,
+    left_out,
     linear_split,
     log_softmax_of,
     module_output,
@@ -25,6 +26,7 @@ from fault_breaks import (
     norm_partials,
     old_weight,
     other_base,
+    other_kv_heads,
     other_scale,
     rolled_labels,
     rolled_selection,
@@ -306,7 +308,7 @@ VARIANTS: tuple[Fault, ...] = (
         "fc2-clipped",
         module_output("decoder.layers.0.mlp.linear_fc2", lambda t: t.clamp(-0.5, 0.5)),
         "decoder.layers.0.mlp.linear_fc2:out",
-        "not-localised|clamp",
+        "clamped",
     ),
     *(
         Fault(
@@ -359,5 +361,29 @@ VARIANTS: tuple[Fault, ...] = (
         module_output("decoder.layers.1.self_attention.linear_proj", zero_rows),
         "decoder.layers.1.self_attention.linear_proj:out",
         "uninitialised",
+    ),
+    variant("kv-heads-swapped", gen_attention(other_kv_heads), _CORE, "head-grouping"),
+    variant(
+        "norm-left-out",
+        left_out("decoder.layers.2.pre_mlp_layernorm"),
+        "decoder.layers.2.pre_mlp_layernorm:out",
+        "not-applied",
+    ),
+    variant(
+        "logits-clamped", module_output("output_layer", lambda t: t.clamp(-1.5, 1.5)), "output_layer:out", "clamped"
+    ),
+    variant(
+        "fc2-flushed",
+        module_output("decoder.layers.1.mlp.linear_fc2", lambda t: torch.where(t.abs() < 2e-3, t * 0, t)),
+        "decoder.layers.1.mlp.linear_fc2:out",
+        "flushed-to-zero|signed-zero",
+        sides=("train",),
+    ),
+    variant("embedding-scaled", module_output("embedding", lambda t: t * 1.25), "embedding:out", "constant-ratio"),
+    variant(
+        "first-rows-swapped",
+        module_output("decoder.layers.1.self_attention.linear_proj", lambda t: t[[1, 0, *range(2, len(t))]]),
+        "decoder.layers.1.self_attention.linear_proj:out",
+        "row-permutation|equals-other-sample",
     ),
 )

@@ -340,7 +340,7 @@ def test_without_raw_bits_the_answer_is_what_to_capture() -> None:
 
 
 def test_not_localised_lists_what_was_ruled_out() -> None:
-    e = evidence(X, X + rng(15).normal(size=X.shape), semantic="linear", inputs={"in": both(X)})
+    e = evidence(X, X + rng(15).normal(size=X.shape), semantic="linear", inputs={"in": both(X + 3)})
     (found,) = explain_evidence(e)
     assert found.name == "not-localised"
     assert {"extra-rounding", "reduction-order", "constant-ratio", "column-permutation"} <= set(

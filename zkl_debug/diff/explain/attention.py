@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from zkl_debug.bits import F64
+from zkl_debug.diff.explain.attention_heads import head_grouping
 from zkl_debug.diff.explain.attention_inner import inner_rounding
 from zkl_debug.diff.explain.attention_math import Row, attend, distance, merged, with_unknown_value
 from zkl_debug.diff.explain.masks import Mask, hypotheses, solve_keys
@@ -68,7 +69,7 @@ def attention(e: Evidence) -> Finding | None:
     if min(worst) > limit:
         return None
     side = int(np.argmax(worst))
-    for test in (_other_keys, _inner_rounding, _other_precision, _other_scale, _other_groups, _solved):
+    for test in (_other_keys, _inner_rounding, _other_precision, _other_scale, head_grouping, _solved):
         found = test(e, rows, side, scale, dtype, limit)
         if found is not None:
             return found
@@ -260,21 +261,6 @@ def _other_scale(e: Evidence, rows: list[Row], side: int, scale: float, dtype: s
         f"side at {scale:.5g} (within {error:.2g} epsilons in all {len(rows)} rows)"
     )
     return Finding("softmax-scale", text, evidence, Strength.FITTED, _REPLACES)
-
-
-def _other_groups(e: Evidence, rows: list[Row], side: int, scale: float, dtype: str, limit: float) -> Finding | None:
-    heads, groups = len(rows[0].keys[side].query), rows[0].keys[side].key.shape[1]
-    if groups in (1, heads):
-        return None
-    error = _fits(rows, side, dtype, lambda keys: attend(keys, keys.own, scale, interleaved=True))
-    if error > limit:
-        return None
-    evidence: dict[str, Json] = {"side": e.side(bool(side)), "heads": heads, "groups": groups, "error": shown(error)}
-    text = (
-        f"recomputed in float64, {e.side(bool(side))} lets query head h read KV head h mod {groups}, the other side "
-        f"h // {heads // groups} (within {error:.2g} epsilons in all {len(rows)} rows)"
-    )
-    return Finding("head-grouping", text, evidence, Strength.FITTED, (*_REPLACES, "column-permutation"))
 
 
 def _solved(e: Evidence, rows: list[Row], side: int, scale: float, dtype: str, limit: float) -> Finding | None:

@@ -118,6 +118,7 @@ def evidence(comparison: Comparison, edge: str) -> Evidence | None:
         sources=sources,
         attention=partial(gather_more.attention, comparison, chosen.read, pair, chosen.facts) if is_attention else None,
         routing=gather_more.routing(comparison, edge, chosen.site, chosen.facts),
+        routes=any(pair.parsed.op.startswith("router.topk") for pair in comparison.sites),
         parents=gather_more.labels(comparison, chosen.site, looked, chosen.facts),
         call=_call(chosen, looked),
         quantised=gather_quantised.quantised(chosen),

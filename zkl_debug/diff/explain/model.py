@@ -282,6 +282,7 @@ class Evidence:
         sources: for the right row among left rows, and for the left row among right rows.
         attention: what some affected rows may have read: (index into the pairs, left, right), built when asked for.
         routing: router choices.
+        routes: there is a router behind the site whose choices may follow from the difference.
         parents: for a label row: the label that was used and the log-probs it was taken from.
         call: other facts of the pairs, by name, int64 [m].
         quantised: parts of an operand in a block format, at its own sites and at those of the product.
@@ -308,6 +309,7 @@ class Evidence:
     sources: tuple[Source, Source] | None = None
     attention: Callable[[], list[tuple[int, Keys, Keys]]] | None = None
     routing: Routing | None = None
+    routes: bool = True
     parents: Labels | None = None
     call: Mapping[str, Ints] = field(default_factory=dict)
     quantised: Quantised | None = None

@@ -13,6 +13,7 @@ from zkl_debug.schema import Json
 
 _LEAST = 3
 _SHARE = 0.9  # of the rows whose source was captured
+_SOME = 0.5  # of all rows: others may hold rows that were not captured, such as padding
 
 
 def _each(e: Evidence) -> list[tuple[bool, Source]]:
@@ -62,7 +63,7 @@ def equals_other_sample(e: Evidence) -> Finding | None:
     for right, source in _each(e):
         at = source.found & ~source.same_chain
         hits = int(at.sum())
-        if hits < _LEAST or hits < _SHARE * len(source.found):
+        if hits < _LEAST or hits < _SOME * len(source.found) or hits < _SHARE * int(source.found.sum()):
             continue
         pairs = Counter(zip(source.row_sample[at].tolist(), source.sample[at].tolist(), strict=True))
         fixed = len({one for one, _ in pairs}) == len(pairs)
@@ -92,7 +93,7 @@ def row_permutation(e: Evidence) -> Finding | None:
     for right, source in _each(e):
         at = source.found & source.same_call
         hits = int(at.sum())
-        if hits < _LEAST or hits < _SHARE * len(source.found):
+        if hits < _LEAST or hits < _SOME * len(source.found) or hits < _SHARE * int(source.found.sum()):
             continue
         places = list(zip(source.sample[at].tolist(), source.position[at].tolist(), strict=True))
         if len(set(places)) < 0.9 * hits:
@@ -141,7 +142,9 @@ def uninitialised(e: Evidence) -> Finding | None:
                 f"rows: never written, or a division by nothing"
             )
             evidence: dict[str, Json] = {"form": form, "side": e.side(right), "rows": hits, "of": len(rows)}
-            strength = Strength.FITTED if most else Strength.CLASS
+            # A few rows of zeros among rows that differ otherwise explain those few only; NaN never is by chance.
+            told = hits > len(rows) // 2 or "nan" in form
+            strength = Strength.FITTED if most else Strength.CLASS if told else Strength.FOLLOWS
             return Finding("uninitialised", text, evidence, strength, _WEAK if most else ())
     return None
 

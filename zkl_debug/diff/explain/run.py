@@ -10,6 +10,7 @@ from zkl_debug.diff.explain import (
     affine,
     attention,
     counts,
+    elementwise,
     logprob,
     moe,
     norm,
@@ -105,8 +106,12 @@ TESTS = (
     Test("equals-other-sample", rows.equals_other_sample, _sources),
     Test("row-permutation", rows.row_permutation, _sources),
     Test("row-permutation", moe.routing_permutation, _routing, _is_router),
+    Test("not-applied", elementwise.not_applied, _input, _wide),
     Test("uninitialised", rows.uninitialised, _bits, _wide),
     Test("extra-rounding", rounding.extra_rounding, _bits),
+    Test("signed-zero", elementwise.signed_zero, _bits, _wide),
+    Test("flushed-to-zero", elementwise.flushed_to_zero, _bits, _wide),
+    Test("clamped", elementwise.clamped, _bits, _wide),
     Test("norm-rounding-order", norm.norm_rounding_order, _input, _operator("norm")),
     Test("eps", norm.eps_by_bits, _input, _operator("norm")),
     Test("eps", norm.eps, _input, _operator("norm")),
@@ -125,7 +130,7 @@ TESTS = (
     Test("constant-offset", affine.constant_offset, _bits, _wide),
     Test("padding-counted", counts.padding_counted, _nothing, counts.applies),
     Test("reduction-order", order.reduction_order, _bits, order.reduces),
-    Test("routing-flip", moe.routing_flip, _routing),
+    Test("routing-flip", moe.routing_flip, _routing, lambda e: e.routes),
 )
 
 

@@ -89,6 +89,9 @@ def _table(e: Evidence) -> Finding | None:
     tokens, group = np.unique(e.token, return_inverse=True)
     first = np.full(len(tokens), len(group))
     np.minimum.at(first, group, np.arange(len(group)))
+    fit = fit_ratio(pair)
+    if fit is not None and fit.by == "all":  # one factor for all elements says more than "another table"
+        return None
     for side in (pair.left, pair.right):
         if not bool((side.bits == side.bits[first[group]]).all()):
             return None

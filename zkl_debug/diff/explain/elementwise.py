@@ -1,0 +1,133 @@
+"""One side is the other with something done, or not done, to single elements: passed through, cut off, flushed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zkl_debug.bits import F64
+from zkl_debug.diff.explain.model import Evidence, Finding, Port, Strength, Values
+from zkl_debug.diff.model import Bools
+from zkl_debug.schema import Json
+
+_LEAST_ROWS = 2
+_LEAST = 8  # elements that must agree on a limit
+_WEAK = ("reduction-order", "constant-ratio", "constant-offset", "other-weights", "scale-by-position")
+
+
+def not_applied(e: Evidence) -> Finding | None:
+    """One side returns one of its inputs as it came in, and the other does not."""
+    pair = e.pair()
+    if pair is None or len(pair.left) < _LEAST_ROWS:
+        return None
+    for name, port in sorted(e.inputs.items()):
+        if not port.equal or not port.left.is_float:
+            continue
+        same = [_passes(side, port.left) for side in (pair.left, pair.right)]
+        if same[0] == same[1]:
+            continue
+        side = e.side(same[1])
+        evidence: dict[str, Json] = {"side": side, "input": name, "rows": len(pair.left)}
+        text = (
+            f"{side} returns its input {name} unchanged, bit for bit in all {len(pair.left)} rows: "
+            f"what {e.site.owner} does was left out there"
+        )
+        return Finding("not-applied", text, evidence, Strength.EXACT, _WEAK)
+    return None
+
+
+def _passes(out: Values, given: Values) -> bool:
+    same = out.dtype == given.dtype and out.bits.shape == given.bits.shape
+    return same and bool((out.bits == given.bits).all())
+
+
+def signed_zero(e: Evidence) -> Finding | None:
+    """All elements that differ are zeros of different sign."""
+    pair = e.pair()
+    if pair is None:
+        return None
+    differ = pair.left.bits != pair.right.bits
+    if not bool(((pair.left.real == 0) & (pair.right.real == 0))[differ].all()):
+        return None
+    minus = [int(np.signbit(side.real[differ]).sum()) for side in (pair.left, pair.right)]
+    evidence: dict[str, Json] = {"elements": int(differ.sum()), "minus_left": minus[0], "minus_right": minus[1]}
+    text = (
+        f"all {int(differ.sum())} elements that differ are zeros of different sign: -0 in {minus[0]} of them on "
+        f"{e.side(False)}, in {minus[1]} on {e.side(True)}"
+    )
+    return Finding("signed-zero", text, evidence, Strength.EXACT, (*_WEAK, "extra-rounding", "flushed-to-zero"))
+
+
+def flushed_to_zero(e: Evidence) -> Finding | None:
+    """One side has zeros where the other has small values, and no small value of its own."""
+    pair = e.pair()
+    if pair is None:
+        return None
+    differ = pair.left.bits != pair.right.bits
+    for right in (True, False):
+        odd, other = _sides(pair, right)
+        if not bool((odd[differ] == 0).all()):
+            continue
+        size = np.abs(other[differ])
+        kept = np.abs(odd[odd != 0])
+        if len(size) < _LEAST or not np.isfinite(size).all() or bool((size == 0).any()) or not len(kept):
+            continue
+        low, high = float(size.max()), float(kept.min())
+        # Something must be kept near the limit, or these are zeros for another reason: a mask, a dropped part.
+        if low > high or high > 4 * low:
+            continue
+        evidence: dict[str, Json] = {"side": e.side(right), "largest_flushed": low, "smallest_kept": high}
+        evidence["elements"] = int(differ.sum())
+        text = (
+            f"{e.side(right)} is {e.side(not right)} with everything up to {low:.4g} made zero (its smallest other "
+            f"value is {high:.4g}), in all {int(differ.sum())} elements that differ: an underflow or a threshold"
+        )
+        return Finding("flushed-to-zero", text, evidence, Strength.EXACT, _WEAK)
+    return None
+
+
+def clamped(e: Evidence) -> Finding | None:
+    """One side is the other cut off at an upper limit, a lower one, or both."""
+    pair = e.pair()
+    if pair is None:
+        return None
+    differ = pair.left.bits != pair.right.bits
+    for right in (True, False):
+        odd, other = _sides(pair, right)
+        if not np.isfinite(odd).all() or np.isnan(other).any():
+            continue
+        at = np.unique(odd[differ])
+        if len(at) > 2 or int(differ.sum()) < _LEAST:
+            continue
+        limits = _limits(odd, other, differ, at)
+        if limits is None:
+            continue
+        low, high = limits
+        evidence: dict[str, Json] = {"side": e.side(right), "low": low, "high": high, "elements": int(differ.sum())}
+        ends = [f"from {way} at {end:.6g}" for way, end in (("below", low), ("above", high)) if end is not None]
+        text = (
+            f"{e.side(right)} is {e.side(not right)} cut off {' and '.join(ends)}, "
+            f"in all {int(differ.sum())} elements that differ; every other element lies within"
+        )
+        return Finding("clamped", text, evidence, Strength.EXACT, _WEAK)
+    return None
+
+
+def _limits(odd: F64, other: F64, differ: Bools, at: F64) -> tuple[float | None, float | None] | None:
+    """(low, high) limit, None where there is none; None when cutting off does not give the odd side everywhere."""
+    low: float | None = None
+    high: float | None = None
+    for value in at.tolist():
+        beyond = other[differ & (odd == value)]
+        if bool((beyond > value).all()):
+            high = value
+        elif bool((beyond < value).all()):
+            low = value
+        else:
+            return None
+    if low == high or not bool((odd == np.clip(other, low, high)).all()):
+        return None
+    return low, high
+
+
+def _sides(pair: Port, right: bool) -> tuple[F64, F64]:
+    return (pair.right.real, pair.left.real) if right else (pair.left.real, pair.right.real)
