@@ -60,6 +60,30 @@ def test_the_same_addends_in_another_order() -> None:
     assert len(found.anchors) == 3
 
 
+def test_what_the_whole_comes_to_is_no_anchor_where_it_differs() -> None:
+    """A last rounding that leaves alike values behind does not hide what went before it."""
+    left = [op(0, "mean", "a"), op(1, "add", "b", (0,)), op(2, "mul", "c", (1,)), op(3, "cast", "d", (2,), "bfloat16")]
+    right = [op(0, "mean", "a"), op(1, "add", "e", (0,)), op(2, "mul", "f", (1,)), op(3, "cast", "d", (2,), "bfloat16")]
+    found = align(left, right, results=(["d"], ["d"]))
+    assert [None if o is None else o.name for o in found.first] == ["add", "add"]
+    assert [(one.name, two.name) for one, two in found.anchors] == [("mean", "mean")]
+    assert [mark for one, two, mark in rows_of(found) if one is not None and two is not None] == ["="]
+    assert not roundings(found.left, found.matched[0], found.results[0])
+    equal = align(left, right)  # the whole is equal: a detour that comes back
+    assert equal.first == (None, None)
+
+
+def test_what_comes_of_the_first_that_differs_is_no_anchor() -> None:
+    """The relu of the right side happens to be equal behind an add that is not."""
+    left = [op(0, "mul", "a"), op(1, "relu", "b", (0,)), op(2, "add", "c", (1,))]
+    right = [op(0, "mul", "a"), op(1, "add", "d", (0,)), op(2, "sub", "e", (1,)), op(3, "relu", "b", (1,))]
+    found = align(left, right)
+    assert [None if o is None else o.name for o in found.first] == ["add", "sub"]
+    assert [(one.index, two.index) for one, two in found.anchors] == [(0, 0), (1, 3)]
+    fed = [op(0, "mul", "a"), op(1, "add", "d", (0,)), op(2, "relu", "b", (0,))]  # the relu does not read the add
+    assert len(align(left, fed).anchors) == 2
+
+
 def test_values_that_both_were_given_are_anchors() -> None:
     left = [op(0, "clone", "a"), op(1, "mm", "b", (0,))]
     right = [op(0, "mm", "c")]

@@ -152,6 +152,13 @@ def test_values_do_not_depend_on_dtype_layout_or_repetition() -> None:
     assert digest(masked) == digest(x)
 
 
+def test_a_value_rounded_to_its_neighbour_is_told() -> None:
+    row = torch.tensor([1.0, 1.0, 2.0, 3.0, 4.0, 4.0])
+    moved = torch.tensor([1.0, 1.0, 2.0, 3.0, 3.0, 4.0])  # the same distinct values
+    assert digest(row) != digest(moved)
+    assert digest(row) == digest(row.flip(0)) == digest(row.repeat_interleave(3)) == digest(torch.cat([row, row]))
+
+
 def test_place_of_a_row() -> None:
     tokens = np.arange(10).reshape(2, 5)
     frame = padded_rows(tokens, samples=[7, 9], lengths=[5, 3], offsets=[0, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_unfused_attention_against_the_paged_reference(off: Path) -> None:
     assert relation.equal_after == "bfloat16"  # the scaled scores, rounded once
     assert relation.elements == 4 * (found.position + 1)
     kept = [op.name for op in found.roundings[0]]
-    assert kept == ["aten.baddbmm", "aten._to_copy", "aten.bmm"]  # scores, probabilities, output
+    assert kept == ["aten.baddbmm", "aten._to_copy"]  # scores, probabilities; both round the output
     assert "aten._softmax" in [op.name for op in found.aligned.left]
 
 
@@ -75,7 +76,7 @@ def test_sites_that_cannot_be_looked_into(off: Path, site: str, found: str) -> N
 
 
 def test_captures_that_do_not_come_from_a_bed(off: Path, tmp_path: Path) -> None:
-    (tmp_path / "train").symlink_to(off / "train")
+    shutil.copytree(off / "gen", tmp_path / "elsewhere")
     with pytest.raises(Refused, match=r"different runs|no run\.json"):
         zoom(off / "train", tmp_path / "elsewhere", CORE)
 
@@ -107,6 +108,8 @@ def zoomed(folder: Path, fault: str, bed: str, dtype: str) -> Zoom:
         ("K7", "tiny-moe", "bf16", ("aten.add", "ordered_unpermute"), ("aten.add", "ordered_unpermute"), 3),
         ("K2", "tiny-gpt", "fp32", ("aten.mm", "linear"), ("aten.mm", "linear"), 0),
         ("P4", "tiny-gpt", "bf16", ("aten.mul", ""), ("aten._to_copy", "forward"), 4),
+        ("P5", "tiny-gpt", "bf16", ("aten.add_", ""), ("aten.add_", ""), 3),
+        ("P5", "tiny-gpt", "fp32", ("aten.add_", ""), ("aten.add_", ""), 2),
         ("P1", "tiny-gpt", "fp32", None, ("aten._to_copy", "bf16_logits"), 1),
     ],
 )
@@ -132,8 +135,38 @@ def test_known_defects(
 
 @pytest.mark.slow
 def test_an_equal_site_has_no_first_operator(tmp_path: Path) -> None:
-    record_bed(BedOptions(bed="tiny-gpt", dtype="bf16"), tmp_path / "run", RecordOptions(certify=False))
-    found = zoom(tmp_path / "run" / "train", tmp_path / "run" / "gen", "decoder.layers.1.input_layernorm:out")
+    record_bed(BedOptions(bed="tiny-gpt", fault="K4"), tmp_path / "run", RecordOptions(certify=False))
+    found = zoom(tmp_path / "run" / "train", tmp_path / "run" / "gen", "decoder.layers.0.input_layernorm:out")
     assert not found.differs
     assert found.aligned.first == (None, None)
     assert len(found.aligned.anchors) >= 4
+
+
+def test_identical_captures_have_nothing_to_zoom(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = BedOptions(bed="tiny-gpt", dtype="bf16", reprefill=False)
+    record_bed(options, tmp_path / "run", RecordOptions(layers=(0, 0), certify=False))
+    sides = [str(tmp_path / "run" / side) for side in ("train", "gen")]
+    for more in ([], ["--site", "decoder.layers.0.input_layernorm:out"]):
+        with pytest.raises(SystemExit) as stop:
+            main(["zoom", *sides, *more])
+        assert stop.value.code == 0
+        assert capfd.readouterr().out == "identical, nothing to zoom\n"
+
+
+def test_drill_where_nothing_can_be_run_again(off: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Captures of a program, as those away from their run are: the verdict stands, and why there is no pass 2."""
+    for side in ("train", "gen"):
+        shutil.copytree(off / side, tmp_path / side)
+    sides = [str(tmp_path / side) for side in ("train", "gen")]
+    with pytest.raises(SystemExit) as stop:
+        main(["diff", *sides, "--drill"])
+    assert stop.value.code == 1
+    told = capfd.readouterr().out
+    assert "DIVERGED" in told
+    assert "drill     not possible: no run.json beside the capture" in told
+    with pytest.raises(SystemExit) as stop:
+        main(["diff", *sides, "--drill", "--json"])
+    assert stop.value.code == 1
+    document = json.loads(capfd.readouterr().out)
+    assert document["first"]["site"] == CORE
+    assert document["drill"]["note"].startswith("not possible: ")

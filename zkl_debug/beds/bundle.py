@@ -72,6 +72,8 @@ def write_bundle(dir_a: Path, dir_b: Path, out: Path, site: str | None = None, r
     if comparison is None or verdict.edge is None or verdict.first is None:
         reason = verdict.refusal.text if verdict.refusal is not None else "no compared row differs"
         raise Refused(f"nothing to bundle: {reason}", "two captures that diverge")
+    if not verdict.by_rows:
+        raise Refused(f"{verdict.first.site} is no operator of a forward: nothing can be replayed", "an operator")
     at = find_site(comparison, site or verdict.first.site)
     chosen = _rows(comparison, verdict.edge, at, rows)
     return _written(chosen, out, dir_a, dir_b)

@@ -15,7 +15,7 @@ from zkl_debug.beds.ruling import rule_first
 from zkl_debug.beds.zoom import Zoom, zoom
 from zkl_debug.diff.run import diff_captures
 from zkl_debug.diff.verdict import Verdict
-from zkl_debug.errors import UsageError
+from zkl_debug.errors import Refused, UsageError
 from zkl_debug.schema import Json
 
 Say = Callable[[str], None]
@@ -51,15 +51,17 @@ def drill(a: Path, b: Path, verdict: Verdict, say: Say | None = None) -> Drill:
         verdict: of these captures.
         say: told what happens.
 
-    Raises:
-        Refused: the captures are not from one run of a bed.
+    Captures that are not from one run of a bed keep their verdict; the note says why there is no pass 2.
     """
     say = say or (lambda _text: None)
     if verdict.first is None:
         return Drill(verdict, False, note="nothing differs, there is nothing to drill into")
     if not verdict.by_rows:
         return Drill(verdict, False, note=f"{verdict.first.site} is no operator of a forward, nothing runs inside it")
-    recipe = recipe_of(a, b)
+    try:
+        recipe = recipe_of(a, b)
+    except Refused as error:
+        return Drill(verdict, False, note=f"not possible: {error.found}")
     layer = max(verdict.first.name.layer, 0)
     record = RecordOptions("payload", layers=(max(0, layer - 1), layer), certify=False)
     with tempfile.TemporaryDirectory(prefix="zkl-drill-") as folder:

@@ -18,7 +18,7 @@ from zkl_debug.diff.edges import named_row
 from zkl_debug.diff.model import EDGE_PRIORITY, Ints
 from zkl_debug.diff.run import diff_captures
 from zkl_debug.diff.streams import Aligned, Op, align, roundings
-from zkl_debug.errors import Refused, UsageError
+from zkl_debug.errors import ExitCode, Refused, UsageError, ZklError
 from zkl_debug.schema import Json, Phase, SiteKind, parse_site
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 _ROWS = 6  # pairs of the same two calls that must agree on an anchor
+
+
+class NothingToZoomError(ZklError):
+    """The captures are identical: no operator parts them."""
+
+    exit_code = ExitCode.OK
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Target:
         rows: rows to look at, the one of interest first.
         ops: what ran, filled in by the trace.
         inputs: digests of the values of the operator's inputs, by port and row.
-        seen: the site's digest of the first row in the traced run.
+        seen: the site's digest of the first row in the traced run; ``results``: digests of its values, by row.
     """
 
     name: str
@@ -60,6 +66,7 @@ class Target:
     ops: list[TracedOp] = field(default_factory=list)
     inputs: dict[str, list[str]] = field(default_factory=dict)
     seen: tuple[int, int] | None = None
+    results: list[str] = field(default_factory=list)
 
     @property
     def reproduced(self) -> bool:
@@ -104,8 +111,8 @@ class Zoom:
     @property
     def roundings(self) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
         """Results in a narrow dtype that the other side does not have, on each side."""
-        left, right = self.aligned.matched
-        return roundings(self.aligned.left, left), roundings(self.aligned.right, right)
+        (left, right), (one, two) = self.aligned.matched, self.aligned.results
+        return roundings(self.aligned.left, left, one), roundings(self.aligned.right, right, two)
 
     def to_json(self) -> dict[str, Json]:
         """The document of ``zkl-debug zoom --json`` (format ``zkl-zoom``, version 1)."""
@@ -155,18 +162,21 @@ def zoom(a: Path, b: Path, site: str | None = None, say: Say | None = None) -> Z
     Raises:
         Refused: the captures cannot be compared, or are not from one run of a bed.
         UsageError: no such site, or nothing runs inside it.
+        NothingToZoomError: the captures are identical.
     """
     say = say or (lambda _text: None)
-    recipe = recipe_of(a, b)
     say("comparing")
     verdict = diff_captures(a, b)
     if verdict.comparison is None:
         assert verdict.refusal is not None
         raise Refused(verdict.refusal.text, "captures that can be compared", f"zkl-debug diff {a} {b}")
     comparison = verdict.comparison
-    name = site or (verdict.first.site if verdict.first is not None else None)
-    if name is None:
-        raise UsageError("nothing differs, so there is no first site", "a site to look into", "zoom A B --site SITE")
+    if verdict.first is None:
+        raise NothingToZoomError("identical, nothing to zoom", "two captures that diverge", f"zkl-debug diff {a} {b}")
+    if site is None and not verdict.by_rows:
+        raise UsageError(f"{verdict.first.site} is no operator of a forward, nothing runs inside it", "--site SITE")
+    name = site or verdict.first.site
+    recipe = recipe_of(a, b)
     index = _site(comparison, name)
     edge, pairs = _pairs(comparison, index, verdict.edge)
     targets = tuple(_target(comparison, index, pairs, right) for right in (False, True))
@@ -300,9 +310,10 @@ class _Probe:
         if len(at):
             digest = digest_array(raw_rows(view)[at[:1]])
             target.seen = int(digest[0, 0]), int(digest[0, 1])
+        target.results = _values(target, view, rows)
         for each in self.targets:  # both rows of a pair may be of one call
             if each.side == target.side and each.frame == target.frame:
-                each.ops, each.seen, each.inputs = ops, target.seen, target.inputs
+                each.ops, each.seen, each.inputs, each.results = ops, target.seen, target.inputs, target.results
 
 
 def _values(target: Target, view: RowView, rows: NDArray[np.void]) -> list[str]:
@@ -341,14 +352,16 @@ def _told(
     row = int(named_row(space, pairs.left[chosen[:1]], pairs.right[chosen[:1]])[0])
     one, two = targets
     streams = [[_op(op) for op in target.ops] for target in targets]
-    aligned = align(streams[0], streams[1], (_inputs_of(one), _inputs_of(two)))
+    differs = bool(comparison.done[site].differs[chosen[0]])
+    apart = (one.results, two.results) if differs else ((), ())  # all rows differ, or none
+    aligned = align(streams[0], streams[1], (_inputs_of(one), _inputs_of(two)), apart)
     return Zoom(
         site=comparison.sites[site].name,
         edge=edge,
         sample=int(space.sample[row]),
         position=int(space.position[row]),
         token=int(space.token[row]),
-        differs=bool(comparison.done[site].differs[chosen[0]]),
+        differs=differs,
         names=(one.name, two.name),
         frames=(one.frame, two.frame),
         reproduced=(one.reproduced, two.reproduced),

@@ -2,7 +2,7 @@
 
 Rows inside a module rarely lie where they lie at its edge: scores are [batch * heads, query, key], a paged engine goes
 through one sequence at a time. So of every result the slices are taken that can be the row's, and each is digested by
-its distinct values in ascending order. Equal values then mean the same intermediate, whatever its layout and dtype are
+its values in ascending order. Equal values then mean the same intermediate, whatever its layout and dtype are
 and however often it is repeated.
 """
 
@@ -306,17 +306,20 @@ def _row_index(shape: tuple[int, ...], place: Place) -> int | None:
 
 
 def value_digest(part: Tensor) -> tuple[str, NDArray[np.float64]] | None:
-    """Digest of a tensor's distinct finite values, and all its values ascending; None where that tells too little.
+    """Digest of a tensor's finite values, and all its values ascending; None where that tells too little.
 
+    The digest is of the distinct values and how often each is there compared with the others: an intermediate that is
+    repeated as a whole stays the same, one in which a value was rounded to a neighbour that is there as well does not.
     Infinities are how keys and experts are masked; with or without them it is the same intermediate.
     """
     if not 0 < part.numel() <= _MOST_ELEMENTS:
         return None
     values = np.sort(part.detach().double().cpu().numpy().ravel() + 0.0)
-    distinct = np.unique(values[np.isfinite(values)])
+    distinct, often = np.unique(values[np.isfinite(values)], return_counts=True)
     if len(distinct) < min(_LEAST_VALUES, len(values)) or not distinct.any():
         return None
-    return hashlib.blake2b(distinct.tobytes(), digest_size=12).hexdigest(), values
+    told = distinct.tobytes() + (often // np.gcd.reduce(often)).tobytes()
+    return hashlib.blake2b(told, digest_size=12).hexdigest(), values
 
 
 def _digests(tensor: Tensor, place: Place) -> dict[str, NDArray[np.float64]]:

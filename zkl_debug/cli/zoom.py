@@ -33,11 +33,20 @@ def command(a: Path, b: Path, site: str | None, whole: bool, as_json: bool) -> i
     Both streams are aligned by equal values. Exit code: 0 all operators agree, 1 they part and the first operator is
     named, 3 refused, 4 they part and no operator could be named, or a call did not reproduce its capture.
     """
-    from zkl_debug.beds.zoom import zoom
+    from zkl_debug.beds.zoom import NothingToZoomError, zoom
 
     console = stderr()
-    with console.status("starting") as status:
-        found = zoom(a, b, site, lambda text: status.update(text))
+    try:
+        with console.status("starting") as status:
+            found = zoom(a, b, site, lambda text: status.update(text))
+    except NothingToZoomError as equal:
+        if as_json:
+            emit_json(
+                {"format": "zkl-zoom", "version": 1, "site": site or "", "differs": False, "notes": [equal.found]}
+            )
+        else:
+            stdout().print(equal.found)
+        return int(equal.exit_code)
     if as_json:
         emit_json(found.to_json())
     else:

@@ -20,6 +20,7 @@ _LEAST = 4  # values that a relation is told of
 
 
 Inputs = Sequence[frozenset[str]]
+Results = tuple[Sequence[str], Sequence[str]]
 #: Partner of an operator whose value is an input of both sides.
 INPUT = -1
 
@@ -108,10 +109,12 @@ class Aligned:
 
     Attributes:
         left, right: operators that have to do with the rows looked at.
-        anchors: (left, right) operators with equal values, before the first that differ.
+        anchors: (left, right) operators with equal values, before the left side's first that differs and not behind the
+            right side's.
         matched: partner of each operator by its index, per side; the nearest in order where there are several.
         first: the first differing operator of each side; None where every operator of it is explained.
         relation: of the first differing operators to the nearest results of the other side.
+        results: see :func:`align`.
     """
 
     left: tuple[Op, ...]
@@ -120,31 +123,59 @@ class Aligned:
     matched: tuple[dict[int, int], dict[int, int]]
     first: tuple[Op | None, Op | None]
     relation: Relation | None
+    results: Results = ((), ())
 
 
-def align(left: Sequence[Op], right: Sequence[Op], inputs: tuple[Inputs, Inputs] = ((), ())) -> Aligned:
+def align(
+    left: Sequence[Op],
+    right: Sequence[Op],
+    inputs: tuple[Inputs, Inputs] = ((), ()),
+    results: Results = ((), ()),
+) -> Aligned:
     """Align two streams of the same rows.
 
     Args:
         left, right: the streams.
         inputs: per side and row looked at, digests of the values that the operator was given.
+        results: per side and row looked at, digest of what the whole comes to, where that is known to differ between the
+            sides; empty where it is not. What holds it on one side is not what holds it on the other, however alike.
     """
     known = [frozenset(one) & frozenset(two) for one, two in zip(*inputs, strict=False)]
     streams = tuple(op for op in left if op.related), tuple(op for op in right if op.related)
-    matched = _matches(streams[0], streams[1], known), _matches(streams[1], streams[0], known)
+    matched = (
+        _matches(streams[0], streams[1], known, results),
+        _matches(streams[1], streams[0], known, (results[1], results[0])),
+    )
     first = tuple(_first(ops, found) for ops, found in zip(streams, matched, strict=True))
     by_index = {op.index: op for op in streams[1]}
     end = first[0].index if first[0] is not None else len(left)
+    behind = _behind(streams[1], first[1])
     anchors = tuple(
         (op, by_index[matched[0][op.index]])
         for op in streams[0]
-        if op.index < end and matched[0].get(op.index, INPUT) != INPUT
+        if op.index < end and matched[0].get(op.index, INPUT) not in (INPUT, *behind)
     )
     relation = _relation(streams, matched, (first[0], first[1]))
-    return Aligned(streams[0], streams[1], anchors, matched, (first[0], first[1]), relation)
+    return Aligned(streams[0], streams[1], anchors, matched, (first[0], first[1]), relation, results)
 
 
-def _matches(ops: Sequence[Op], others: Sequence[Op], known: Sequence[frozenset[str]]) -> dict[int, int]:
+def _behind(ops: Sequence[Op], first: Op | None) -> frozenset[int]:
+    """The first differing operator and what comes of it, by index: equal values there are luck, not common ground."""
+    if first is None:
+        return frozenset()
+    found = {first.index}
+    for op in ops:
+        if not found.isdisjoint(op.inputs):
+            found.add(op.index)
+    return frozenset(found)
+
+
+def _matches(
+    ops: Sequence[Op],
+    others: Sequence[Op],
+    known: Sequence[frozenset[str]],
+    results: Results,
+) -> dict[int, int]:
     """An operator of the other side with an equal value in every row, by index; those in order preferred.
 
     :data:`INPUT` where the value is one that both operators were given.
@@ -160,7 +191,7 @@ def _matches(ops: Sequence[Op], others: Sequence[Op], known: Sequence[frozenset[
             other.index: other
             for digest in (op.slices[0] if op.slices else ())
             for other in owners.get(digest, ())
-            if _equal(op, other)
+            if _equal(op, other) and not _differing_results(op, other, results)
         }
         if candidates:
             ahead = [index for index in candidates if index > last]
@@ -176,6 +207,12 @@ def _equal(op: Op, other: Op) -> bool:
     """Equal in every row in which both have one; in the first one both do."""
     pairs = zip(op.slices, other.slices, strict=False)
     return all(one & two for one, two in pairs if one and two)
+
+
+def _differing_results(op: Op, other: Op, results: Results) -> bool:
+    """Whether both hold what their side comes to, in a row in which that differs."""
+    rows = zip(op.slices, other.slices, *results, strict=False)
+    return any(bool(mine and theirs) and mine in one and theirs in two for one, two, mine, theirs in rows)
 
 
 def _first(ops: Sequence[Op], matched: Mapping[int, int]) -> Op | None:
@@ -268,12 +305,16 @@ def _rounding(one: F64, two: F64, left: str, right: str) -> tuple[str, str]:
     return "", ""
 
 
-def roundings(ops: Sequence[Op], matched: Mapping[int, int]) -> tuple[Op, ...]:
-    """Results kept in a dtype narrower than float32 that the other side does not have."""
+def roundings(ops: Sequence[Op], matched: Mapping[int, int], results: Sequence[str] = ()) -> tuple[Op, ...]:
+    """Results kept in a dtype narrower than float32 that the other side does not have; what both come to is none."""
     return tuple(
         op
         for op in ops
-        if op.index not in matched and op.name not in MOVES and op.slices and "float32" in wider(op.dtype)
+        if op.index not in matched
+        and op.name not in MOVES
+        and op.slices
+        and "float32" in wider(op.dtype)
+        and not (results and results[0] in op.slices[0])
     )
 
 
@@ -293,7 +334,7 @@ def rows_of(aligned: Aligned) -> list[tuple[Op | None, Op | None, str]]:
     left, right = ([op for op in ops if op.slices and op.slices[0]] for ops in (aligned.left, aligned.right))
     table: list[tuple[Op | None, Op | None, str]] = []
     one = two = 0
-    for i, j in [*_in_order(left, right), (len(left), len(right))]:
+    for i, j in [*_in_order(left, right, aligned.results), (len(left), len(right))]:
         table += [(op, None, _mark(aligned, 0, op)) for op in left[one:i]]
         table += [(None, op, _mark(aligned, 1, op)) for op in right[two:j]]
         if i < len(left):
@@ -311,12 +352,18 @@ def _mark(aligned: Aligned, side: int, op: Op) -> str:
 _MOST_CELLS = 250_000
 
 
-def _in_order(left: Sequence[Op], right: Sequence[Op]) -> list[tuple[int, int]]:
+def _in_order(left: Sequence[Op], right: Sequence[Op], results: Results) -> list[tuple[int, int]]:
     """The longest sequence of pairs with equal values in the order of both streams: places in them."""
     n, m = len(left), len(right)
     if n * m > _MOST_CELLS:
         return []
-    equal = [[bool(one.slices[0] & two.slices[0]) and _equal(one, two) for two in right] for one in left]
+    equal = [
+        [
+            bool(one.slices[0] & two.slices[0]) and _equal(one, two) and not _differing_results(one, two, results)
+            for two in right
+        ]
+        for one in left
+    ]
     longest = [[0] * (m + 1) for _ in range(n + 1)]
     for i in range(n - 1, -1, -1):
         for j in range(m - 1, -1, -1):
