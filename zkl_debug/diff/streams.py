@@ -138,7 +138,7 @@ def align(
         left, right: the streams.
         inputs: per side and row looked at, digests of the values that the operator was given.
         results: per side and row looked at, digest of what the whole comes to, where that is known to differ between
-            the sides; empty where it is not. What holds it on one side is not what holds it on the other, however alike.
+            the sides; empty where it is not. What holds it on one side is not what holds it on the other.
     """
     known = [frozenset(one) & frozenset(two) for one, two in zip(*inputs, strict=False)]
     streams = tuple(op for op in left if op.related), tuple(op for op in right if op.related)
