@@ -21,11 +21,12 @@ ALLOWED: dict[str, set[str]] = {
     "digest_int8": {"errors", "schema", "bits", "digest"},
     "digest_torch": {"errors", "schema", "bits", "digest", "digest_int8"},
     "digest_triton": {"errors", "schema", "bits", "digest", "digest_int8", "digest_torch"},
+    "marks": {"errors", "capture"},
     "store": {"errors", "schema", "bits", "digest"},
     "diff": {"errors", "schema", "bits", "digest", "store"},
     "viz": {"errors", "schema", "bits", "digest", "store", "diff"},
-    "attach": {"errors", "schema", "bits", "digest", "store", "capture"},
-    "capture": {"errors", "schema", "bits", "digest", "digest_int8", "digest_torch", "digest_triton", "store"},
+    "attach": {"errors", "schema", "bits", "digest", "store", "capture", "marks"},
+    "capture": {"errors", "schema", "bits", "digest", "digest_int8", "digest_torch", "digest_triton", "marks", "store"},
 }
 #: Parts that may not import these packages at all, not even inside a function.
 FORBIDDEN: dict[str, set[str]] = {

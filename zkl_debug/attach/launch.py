@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zkl_debug.attach.settings import Settings
-from zkl_debug.errors import CaptureInvalid, UsageError
+from zkl_debug.errors import CaptureInvalid, Refused, UsageError
 from zkl_debug.store.layout import MANIFEST, part_path
 from zkl_debug.store.manifest import finalize_manifest, read_json
+from zkl_debug.store.repair import repair
+from zkl_debug.store.rest import rest_path
 
 _RANKS = 4096  # looked at for the part of a rank
 
@@ -51,7 +53,14 @@ def _default_interrupt() -> None:
 
 
 def collect(out: Path) -> list[Path]:
-    """Capture folders a program left under this name; the ranks of a world are joined into one."""
+    """Capture folders a program left under this name; the ranks of a world are joined into one.
+
+    Those whose process was ended from outside while it rested are closed here.
+    """
+    for path in out.parent.glob(f"{out.name}*"):
+        if _of(path, out) and rest_path(path, 0).exists() and not (path / MANIFEST).exists():
+            with contextlib.suppress(CaptureInvalid, Refused):  # it stays as it is, for `repair`
+                repair(path)
     folders = sorted(path for path in out.parent.glob(f"{out.name}*") if _of(path, out) and any(path.iterdir()))
     for folder in folders:
         part = next((part_path(folder, rank) for rank in range(_RANKS) if part_path(folder, rank).exists()), None)

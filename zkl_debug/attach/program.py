@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from zkl_debug import marks
 from zkl_debug.attach.imports import Callback, ImportWatch
 from zkl_debug.attach.settings import Settings, from_environment
 
@@ -22,6 +23,7 @@ WATCHED = {
     "megatron.core.inference.engines.dynamic_engine": "zkl_debug.engines.megatron.attach",
     "transformers.modeling_utils": "zkl_debug.engines.hf.attach",
     "transformers.generation.utils": "zkl_debug.engines.hf.attach",
+    "ray._private.function_manager": "zkl_debug.attach.ray_tasks",
 }
 
 
@@ -37,6 +39,7 @@ class Program:
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._step = 0
         self._over = False
+        self._thread = 0  # that ran a model last
 
     # ---- for the engines ------------------------------------------------------------------------------------------
     def watch_calls(self, cls: Any) -> None:
@@ -47,6 +50,7 @@ class Program:
         def __call__(model: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
             depth = getattr(program._depth, "value", 0)
             if depth == 0:
+                program.wake()
                 program.ensure(model)
             program._depth.value = depth + 1
             try:
@@ -92,12 +96,14 @@ class Program:
             layers=s.layers,
             budget=s.budget,
             strict=s.strict,
+            requests=s.requests,
             rank=rank,
             world=world,
             meta={"attached": {"pid": self._pid, "program": Path(sys.argv[0]).name if sys.argv else ""}},
         )
         capture.__enter__()
-        capture.set_step(self._step, self._step)
+        if not marks.has_step():
+            capture.set_step(self._step, self._step)
         return capture
 
     def stepped(self, optimizer: Any, *_: Any) -> None:
@@ -110,9 +116,23 @@ class Program:
             return
         self._step = step
         for capture in self._captures:
-            capture.set_step(step, step)
+            if not marks.has_step():
+                capture.set_step(step, step)
         if self.settings.steps and step >= self.settings.steps:
             self.close()
+
+    def wake(self) -> None:
+        """A model runs: captures that rested do not any more."""
+        self._thread = threading.get_ident()
+        for capture in self._captures:
+            capture.wake()
+
+    def rest(self) -> None:
+        """A piece of work is done. Captures rest, unless a model may be running in another thread just now."""
+        if self._over or os.getpid() != self._pid or self._thread != threading.get_ident():
+            return
+        for capture in self._captures:
+            capture.rest()
 
     def close(self) -> None:
         """End every capture; the hooks are gone afterwards."""

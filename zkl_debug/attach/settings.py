@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-#: Environment variable that holds the settings as JSON.
+#: Environment variable that holds the settings as JSON; set by the command.
 VARIABLE = "ZKL_DEBUG_ATTACH"
+#: Environment variable that names a file of settings; set by a person, where no command starts the program.
+FILE_VARIABLE = "ZKL_DEBUG"
 #: Folder whose ``sitecustomize`` runs when an interpreter starts.
 STARTUP = Path(__file__).resolve().parent / "startup"
 
@@ -26,6 +29,7 @@ class Settings:
         layers: inclusive range, or None.
         budget: cap on payload bytes, or None.
         steps: stop after so many optimizer steps; 0 for no limit.
+        requests: record while one of the first so many generation requests runs; 0 for all.
         models: models captured at most.
         model: ``module:Class`` of a model class to watch besides the known ones, or empty.
         strict: let failures of the probe stop the program.
@@ -41,6 +45,7 @@ class Settings:
     models: int = 4
     model: str = ""
     strict: bool = False
+    requests: int = 0
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """Variables to set: the settings, and the start-up folder first on ``PYTHONPATH``."""
@@ -52,11 +57,103 @@ class Settings:
 
 
 def from_environment() -> Settings | None:
-    """The settings of this process, or None when it is not to be attached to."""
+    """The settings of this process, or None when it is not to be attached to.
+
+    Raises:
+        ValueError: when a file of settings cannot be used; it says why.
+    """
     text = os.environ.get(VARIABLE)
-    if not text:
-        return None
-    values = json.loads(text)
-    values["sites"] = tuple(values["sites"])
-    values["layers"] = tuple(values["layers"]) if values["layers"] else None
-    return Settings(**values)
+    if text:
+        return from_mapping(json.loads(text))
+    file = os.environ.get(FILE_VARIABLE)
+    return from_file(Path(file)) if file else None
+
+
+def from_file(path: Path) -> Settings:
+    """Settings of a YAML or JSON file; its keys are the attributes of :class:`Settings`, ``out`` and ``side`` needed.
+
+    Raises:
+        ValueError: when it cannot be read or does not hold settings; it says why.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    if path.suffix == ".json":
+        values = json.loads(text)
+    else:
+        import yaml
+
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
+    try:
+        return from_mapping(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def from_mapping(values: Any) -> Settings:
+    """Settings of plain values, checked.
+
+    Raises:
+        ValueError: for a key that is not known, one that is missing, or a value of another type.
+    """
+    if not isinstance(values, dict):
+        raise ValueError("not a mapping of settings")
+    known = {field.name: field for field in fields(Settings)}
+    wrong = [str(key) for key in values if key not in known]
+    if wrong:
+        raise ValueError(f"no setting {wrong[0]}; there are {', '.join(known)}")
+    missing = [key for key in ("out", "side") if not values.get(key)]
+    if missing:
+        raise ValueError(f"no {missing[0]}")
+    made = {key: _checked(key, value) for key, value in values.items()}
+    if made.get("level", "digest") not in ("digest", "payload"):
+        raise ValueError(f"level {made['level']!r}; digest or payload")
+    return Settings(**made)
+
+
+_NUMBERS = ("steps", "models", "requests")
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A value as :class:`Settings` has it."""
+    if key == "sites":
+        value = [value] if isinstance(value, str) else value or []
+        if all(isinstance(pattern, str) for pattern in value):
+            return tuple(value)
+    elif key == "layers":
+        if isinstance(value, str):
+            first, _, last = value.partition("-")
+            value = [int(first), int(last or first)] if first.isdigit() and (last or "0").isdigit() else value
+        value = [value, value] if type(value) is int else value
+        if value is None or (isinstance(value, list | tuple) and [type(n) for n in value] == [int, int]):
+            return tuple(value) if value is not None else None
+    elif key == "budget":
+        if value is None or (type(value) is int and value >= 0):
+            return value
+        if isinstance(value, str):
+            return _size(value)
+    elif key in _NUMBERS:
+        if type(value) is int and value >= 0:
+            return value
+    elif key == "strict":
+        if isinstance(value, bool):
+            return value
+    elif isinstance(value, str):
+        return value
+    raise ValueError(f"{key} is {str(value)[:40]!r}")
+
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+def _size(text: str) -> int:
+    """Bytes of ``4GiB``."""
+    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text.strip()[len(digits) :].strip().lower()
+    if unit not in _UNITS or not digits.replace(".", "", 1).isdigit():
+        raise ValueError(f"budget is {text!r}; write 4GiB")
+    return int(float(digits) * _UNITS[unit])

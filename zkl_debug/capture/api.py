@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from zkl_debug import marks
 from zkl_debug.capture import meta as capture_meta
 from zkl_debug.capture.forcing import Forcing
 from zkl_debug.capture.graphs import GraphWatch
@@ -25,6 +26,7 @@ from zkl_debug.capture.taps import TapSet
 from zkl_debug.capture.weights import WeightWatch
 from zkl_debug.errors import UsageError
 from zkl_debug.schema import Json, SiteKind
+from zkl_debug.store.rest import end_rest, write_rest
 from zkl_debug.store.writer import CaptureWriter
 
 #: packages whose models have an adapter, and the module that holds it
@@ -46,7 +48,10 @@ class Adapter(Protocol):
         """Rows of the forward that is about to run, or None when they cannot be known."""
 
     def metadata(self, capture: Capture) -> dict[str, Json]:
-        """Engine facts for the manifest."""
+        """Engine facts for the manifest, when the capture begins."""
+
+    def finish(self, capture: Capture) -> None:
+        """Add what is known only at the end, with :meth:`Capture.add_manifest`; may be called more than once."""
 
 
 class Capture:
@@ -61,6 +66,7 @@ class Capture:
         layers: inclusive layer range.
         budget: cap on payload bytes.
         strict: raise probe failures instead of switching the probe off.
+        requests: generation requests to record; 0 for all. Frames are recorded while one of the first so many runs.
         meta: extra facts for the manifest.
         adapter: engine adapter; default chosen from the model's class.
         rank, world: this process among those that write into ``out``.
@@ -81,6 +87,7 @@ class Capture:
         layers: tuple[int, int] | None = None,
         budget: int | None = None,
         strict: bool = False,
+        requests: int = 0,
         meta: Mapping[str, Json] | None = None,
         adapter: Adapter | None = None,
         rank: int = 0,
@@ -90,7 +97,7 @@ class Capture:
         self.model = model
         self.out = Path(out) if out is not None else None
         self.side = side
-        self.options = CaptureOptions(level, tuple(sites), layers, budget, strict)
+        self.options = CaptureOptions(level, tuple(sites), layers, budget, strict, requests)
         self.extra = dict(meta or {})
         self.rank, self.world = rank, world
         self.forcing = forcing
@@ -103,6 +110,8 @@ class Capture:
         self._pending: FrameRows | None = None
         self._next_sample = 0
         self._manifest: dict[str, Json] = {}
+        self._id = uuid.uuid4().hex  # a copy of this capture is not another run
+        self._rests = False
 
     # ---- context --------------------------------------------------------------------------------------------------
     def __enter__(self) -> Capture:
@@ -133,6 +142,7 @@ class Capture:
                 self.adapter.install(self)
             if self.options.level != "off" and self.forcing is None and torch.cuda.is_available():
                 self.watch_graphs(GraphWatch(self.session, self.session.kernels))
+        marks.opened(self)
         return self
 
     def watch_graphs(self, watch: GraphWatch) -> None:
@@ -153,16 +163,14 @@ class Capture:
             handle.remove()
         self._hooks.remove()
         self.taps.remove()
+        self.wake()
+        marks.closed(self)
         writer = self.session.writer
         if writer is None:
             return
         try:
             self.session.close()
-            finish = getattr(self.adapter, "finish", None)
-            if finish is not None:
-                finish(self)
-            extra = {**self.session.summary(), **self._manifest, "left_patched": list(self.taps.left_in_place)}
-            extra["id"] = uuid.uuid4().hex  # a copy of this capture is not another run
+            extra = self._closing_facts()
             if error is not None:
                 extra["ended_by"] = type(error).__name__
             if not self.session.frames_written and self.options.level != "off":
@@ -177,6 +185,31 @@ class Capture:
                 raise
             print(f"zkl-debug: the capture could not be closed: {failure}", file=sys.stderr)
 
+    def _closing_facts(self) -> dict[str, Json]:
+        if self.adapter is not None:
+            self.adapter.finish(self)
+        extra = {**self.session.summary(), **self._manifest, "left_patched": list(self.taps.left_in_place)}
+        extra["id"] = self._id
+        return extra
+
+    def rest(self) -> None:
+        """Put everything on file, and say so there: what ends the process from now on takes nothing with it.
+
+        For processes that are ended from outside. Undone by :meth:`wake`, which must come before the next forward.
+        """
+        if self.session.writer is None or self.out is None or self._rests:
+            return
+        with self.session.guarded("rest"):
+            self.session.flush()
+            write_rest(self.out, self.rank, self.session.frames_written, self._closing_facts())
+            self._rests = True
+
+    def wake(self) -> None:
+        """Take back :meth:`rest`."""
+        if self._rests and self.out is not None:
+            self._rests = False
+            end_rest(self.out, self.rank)
+
     # ---- for the program ------------------------------------------------------------------------------------------
     def next_rows(self, rows: FrameRows) -> None:
         """Key the next forward of the model by ``rows`` instead of guessing them from its arguments."""
@@ -188,6 +221,27 @@ class Capture:
         self.session.step = step
         if weight_version is not None:
             self.session.weight_version = weight_version
+
+    def event(self, name: str, detail: Mapping[str, Json] | None = None) -> None:
+        """Note that something happened between forwards."""
+        self.session.event(name, detail)
+
+    def tapped(self, name: str, direction: str, values: Sequence[Any]) -> None:
+        """Record the tensors among the arguments or results of a function of the program.
+
+        Args:
+            name: operator, filed under the module that is being run.
+            direction: ``in`` or ``out``.
+            values: arguments or results; tensors are numbered among themselves.
+        """
+        session = self.session
+        if session.frame is None or not session.enabled:
+            return
+        owner = f"{session.current_path()}/{name}:{direction}"
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        for index, tensor in enumerate(tensors):
+            with session.guarded(owner):
+                session.record(f"{owner}.{index}", tensor)
 
     def record(self, name: str, tensor: torch.Tensor, **options: Any) -> None:
         """Record any tensor with token rows under a canonical site name, e.g. ``logprobs/log_softmax:out.0``."""

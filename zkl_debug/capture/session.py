@@ -25,7 +25,7 @@ from zkl_debug.capture.rows import FrameRows, label_rows
 from zkl_debug.capture.twins import Twins
 from zkl_debug.digest_torch import digest_tensor
 from zkl_debug.errors import ProbeError, UsageError
-from zkl_debug.schema import EventRecord, Json, SiteBlock, SiteKind, SiteMeta, StateRecord, parse_site
+from zkl_debug.schema import EventRecord, Json, Phase, SiteBlock, SiteKind, SiteMeta, StateRecord, parse_site, row_phase
 
 if TYPE_CHECKING:
     from zkl_debug.capture.forcing import Forcing
@@ -44,6 +44,7 @@ class CaptureOptions:
         layers: inclusive range of layers whose sites are recorded; sites outside any layer always are.
         budget: cap on payload bytes; None for no cap.
         strict: raise probe failures instead of disabling the probe.
+        requests: record while one of the first so many generation requests runs; 0 for all.
     """
 
     level: str = "digest"
@@ -51,6 +52,7 @@ class CaptureOptions:
     layers: tuple[int, int] | None = None
     budget: int | None = None
     strict: bool = False
+    requests: int = 0
 
     def __post_init__(self) -> None:
         if self.level not in ("digest", "payload", "off"):
@@ -79,6 +81,8 @@ class CaptureSession:
         self.step = -1
         self.weight_version = 0
         self.meta: dict[str, Json] = {}
+        self.not_recorded = 0  # frames beyond the requests that were asked for
+        self._requests: set[int] = set()
         self.in_forward = False  # between the model's first hook and its last
         self.kernels = Kernels()
         self.graphs: GraphWatch | None = None
@@ -128,11 +132,26 @@ class CaptureSession:
     def begin_frame(self, rows: FrameRows) -> None:
         """Open a frame; the one before it, if still open, is written."""
         self.end_frame()
+        if self.options.requests and not self._admits(rows):
+            return
         if self.step >= 0 and rows.step < 0:
             rows.step = self.step
         rows.weight_version = self.weight_version
         self._frame = OpenFrame(self._next_frame, rows)
         self._next_frame += not rows.warmup
+
+    def _admits(self, rows: FrameRows) -> bool:
+        """Whether one of the first ``requests`` generation requests is in a frame; scoring frames have none."""
+        generated = row_phase(rows.rows["flags"]) != Phase.SCORE
+        if rows.warmup or not generated.any():
+            return True
+        samples = dict.fromkeys(rows.rows["sample"][generated].tolist())
+        room = self.options.requests - len(self._requests)
+        self._requests.update([sample for sample in samples if sample not in self._requests][:room])
+        if self._requests.isdisjoint(samples):
+            self.not_recorded += 1
+            return False
+        return True
 
     def end_frame(self) -> None:
         """Write the open frame, if any; a warm-up is dropped."""
@@ -434,8 +453,14 @@ class CaptureSession:
             "outside_frames": dict(sorted(self.outside.items())),
             "unkeyed_rows": self.unkeyed_rows,
             "frames": self.frames_written,
+            "notes": self._notes(),
             "graphs": self.graphs.summary(self.seen_eager, self.seen_graph) if self.graphs is not None else None,
         }
+
+    def _notes(self) -> list[str]:
+        if not self.not_recorded:
+            return []
+        return [f"{self.not_recorded} forwards ran none of the first {self.options.requests} requests: not recorded"]
 
 
 def _reuse_key(source: torch.Tensor | None, rows: torch.Tensor) -> tuple[Any, ...] | None:

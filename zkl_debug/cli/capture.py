@@ -42,6 +42,7 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
 @click.option("--strict", is_flag=True, help="Stop when the probe fails instead of going on without it.")
 @click.option("--no-certify", is_flag=True, help="Skip the plain runs A0 and A1 that prove the probe changed nothing.")
 @click.option("--steps", type=click.IntRange(0), default=0, help="Of a program: stop after so many optimizer steps.")
+@click.option("--requests", type=click.IntRange(0), default=0, help="Of a program: record the first so many requests.")
 @click.option("--model", default="", metavar="MODULE:CLASS", help="Of a program: a model class it builds itself.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to create; gets train/ and gen/.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -56,6 +57,7 @@ def command(
     strict: bool,
     no_certify: bool,
     steps: int,
+    requests: int,
     model: str,
     out: Path,
     as_json: bool,
@@ -77,7 +79,16 @@ def command(
         if bed is not None:
             raise UsageError("both --bed and a program", "one of them")
         settings = Settings(
-            str(out), side, level, sites, parse_layers(layers), budget, steps, model=model, strict=strict
+            str(out),
+            side,
+            level,
+            sites,
+            parse_layers(layers),
+            budget,
+            steps,
+            model=model,
+            strict=strict,
+            requests=requests,
         )
         return run_program(program, settings)
     if bed is None:

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "doctor": ("zkl_debug.cli.doctor", "command", "What this machine can run."),
     "beds": ("zkl_debug.cli.beds", "command", "Beds, their switches and faults."),
     "capture": ("zkl_debug.cli.capture", "command", "Run a bed and capture both sides."),
+    "env": ("zkl_debug.cli.env", "command", "Variables that capture a program which no command starts."),
     "diff": ("zkl_debug.cli.diff", "command", "Compare two captures; name the first operator that differs."),
     "zoom": (
         "zkl_debug.cli.zoom",

@@ -29,6 +29,7 @@ from zkl_debug.store.layout import (
 )
 from zkl_debug.store.manifest import SegmentEntry, build_manifest, merge_parts, read_json, write_json
 from zkl_debug.store.reader import Capture, open_capture, verify_payload
+from zkl_debug.store.rest import NOTE, rest_path, rested
 from zkl_debug.store.segment import Block, SegmentWriter
 from zkl_debug.store.segment_reader import SegmentReader
 from zkl_debug.store.wal import LoggedBlock, LoggedFrame, Record, WalReader, header_json, is_being_written
@@ -99,8 +100,8 @@ class _Work:
 def repair(path: Path) -> RepairReport:
     """Recover every flushed frame of a capture that was not closed, and write its manifest.
 
-    The manifest says ``"complete": false``, ``"repaired": true`` and the reason. Calling it again, or on a complete
-    capture, changes nothing.
+    The manifest says ``"complete": false``, ``"repaired": true`` and the reason; a capture whose process rested
+    (:mod:`zkl_debug.store.rest`) is complete. Calling it again, or on a complete capture, changes nothing.
 
     Args:
         path: the capture folder.
@@ -346,8 +347,16 @@ def _finish(work: _Work) -> RepairReport:
         "reason": "; ".join(work.reasons) or "it was not closed",
         "dropped_frames": [vars(frame) for frame in work.dropped],
     }
+    facts = None if missing else rested(work.root, manifest)
+    if facts is not None:
+        manifest = {**facts, **manifest, "complete": True, "notes": [*manifest["notes"], NOTE]}
+        manifest.pop("reason")
     write_json(work.root / MANIFEST, manifest)
-    for path in [*work.leftovers, *(part_path(work.root, rank) for rank in range(world) if rank in ranks)]:
+    for path in [
+        *work.leftovers,
+        *(rest_path(work.root, rank) for rank in range(world) if rank in ranks),
+        *(part_path(work.root, rank) for rank in range(world) if rank in ranks),
+    ]:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
     counts = manifest["counts"]

@@ -104,6 +104,9 @@ class MegatronAdapter:
             },
         }
 
+    def finish(self, capture: Capture) -> None:
+        """Nothing is known at the end that was not before."""
+
     def label_of(self, sampled: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
         """The token that follows each row of the current step: the prompt's next token, or the one just sampled.
 
