@@ -103,15 +103,43 @@ def group_ids(columns: Sequence[NDArray[Any]]) -> tuple[Ints, Ints]:
     n = len(columns[0])
     if n == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    order = np.lexsort(tuple(reversed(columns)))
-    new = np.zeros(n, np.bool_)
-    new[0] = True
+    key, values = np.zeros(n, np.int64), 1  # all columns so far as one number below ``values``
     for column in columns:
-        ordered = column[order]
-        new[1:] |= ordered[1:] != ordered[:-1]
-    ids = np.empty(n, np.int64)
-    ids[order] = np.cumsum(new) - 1
-    return ids, order[new]
+        code, more = _coded(column)
+        if values * more > _LARGEST:
+            key, values, _ = _ranks(key)
+        if more > 1:
+            key = key * more + code
+            values *= more
+    ids, _, first = _ranks(key)
+    return ids, first
+
+
+#: Bound of a number that stands for several columns.
+_LARGEST = 1 << 62
+
+
+def _coded(column: NDArray[Any]) -> tuple[Ints, int]:
+    """A column as numbers 0 .. k-1 that sort alike, and k."""
+    low, high = int(column.min()), int(column.max())
+    if high - low >= 1 << 31:
+        code, values, _ = _ranks(column)
+        return code, values
+    small = column - column.dtype.type(low) if column.dtype.kind == "u" else column.astype(np.int64) - low
+    return small.astype(np.int64), high - low + 1
+
+
+def _ranks(column: NDArray[Any]) -> tuple[Ints, int, Ints]:
+    """Number of each value among the distinct values, how many these are, and the first index of each."""
+    order = np.argsort(column)
+    ordered = column[order]
+    new = np.empty(len(order), np.bool_)
+    new[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
+    ranks = np.empty(len(order), np.int64)
+    ranks[order] = np.cumsum(new) - 1
+    starts = np.flatnonzero(new)
+    return ranks, len(starts), np.minimum.reduceat(order, starts)
 
 
 def _epochs(capture: CaptureLike) -> tuple[Ints, Ints]:
@@ -152,7 +180,7 @@ def build_rows(a: CaptureLike, b: CaptureLike) -> RowSpace:
     key, _ = group_ids([keyed_step, epoch, position, label, prefix[:, 0], prefix[:, 1]])
     side = (np.arange(len(key)) >= n_a).astype(np.uint8)
     sample = np.concatenate([rows["sample"] for rows in both]).astype(np.uint64)
-    by_key = np.lexsort((sample, side, key))
+    _, by_key = group_ids([key, side, sample])
     key_row = by_key[np.flatnonzero(np.diff(key[by_key], prepend=-1))]
     has = np.zeros((2, len(key_row)), np.bool_)
     has[side, key] = True
