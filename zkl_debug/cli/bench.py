@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from zkl_debug.cli import bench_faults
 from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout
+from zkl_debug.errors import UsageError
 
 
 @click.group("bench")
@@ -53,6 +55,44 @@ def gpu_command(rounds: int, size: str, parts: tuple[str, ...], as_json: bool) -
     with console.status("starting") as status:
         found = bench_gpu(lambda text: status.update(text), size, rounds, parts or PARTS)
     return _finish({"format": "zkl-bench", "version": 1, "gpu": found}, as_json)
+
+
+@command.command("diff")
+@click.option(
+    "--rows",
+    "sizes",
+    type=float,
+    multiple=True,
+    default=(1e6, 1e7),
+    show_default=True,
+    help="Digests of a side (rows times sites); several times for several sizes. 1e8 takes 4.3 GB of disk.",
+)
+@click.option("--ranks", type=click.IntRange(2), default=64, show_default=True)
+@click.option("--layers", type=click.IntRange(1), default=48, show_default=True)
+@click.option("--trials", type=click.IntRange(0), default=20, show_default=True, help="Flipped bits to look for.")
+@click.option("--trial-rows", type=float, default=0, help="Digests of their captures. Default: the smallest size.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes. Default: one a core where there is enough.")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where to write.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def diff_command(
+    sizes: tuple[float, ...],
+    ranks: int,
+    layers: int,
+    trials: int,
+    trial_rows: float,
+    jobs: int | None,
+    folder: Path | None,
+    as_json: bool,
+) -> int:
+    """Diff of synthetic captures: time, memory, growth, flipped bits found; join beside sort, payload beside memcmp."""
+    from zkl_debug.bench.diff_bench import DiffBench, bench_diff
+
+    if any(size < 1 for size in sizes):
+        raise UsageError(f"--rows {min(sizes):g}", "at least one row")
+    what = DiffBench(tuple(sorted(int(size) for size in sizes)), ranks, layers, trials, int(trial_rows), jobs)
+    with stderr().status("starting") as status:
+        found = bench_diff(what, folder, lambda text: status.update(text))
+    return _finish({"format": "zkl-bench", "version": 1, "diff": found}, as_json)
 
 
 @command.command("store")

@@ -202,19 +202,3 @@ def comparable_blocks(pair: SitePair, where: SiteRows, pairs: Pairs, chosen: Int
         step = max(1, _BLOCK_BYTES // row_bytes(pair))
         for start in range(0, len(group), step):
             yield group[start : start + step]
-
-
-def compare_bytes(pair: SitePair, where: SiteRows, space: RowSpace, pairs: Pairs, present: Bools) -> tuple[Bools, bool]:
-    """Compare raw bytes wherever both rows of a pair have them.
-
-    Returns:
-        Pairs whose bytes differ, bool [P], and whether every present pair could be compared.
-    """
-    differs = np.zeros(len(pairs), np.bool_)
-    done = present & (pairs.sides == 2) & bool(pair.differ)
-    for block in comparable_blocks(pair, where, pairs, np.flatnonzero(present)):
-        left = gather(pair, where, space, pairs.left[block], checked=True)
-        right = gather(pair, where, space, pairs.right[block], checked=True)
-        differs[block] = (left != right).any(axis=1)
-        done[block] = True
-    return differs, bool((done == present).all())

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from zkl_debug.diff.compare import compare_bytes, compare_digests, locate
+from zkl_debug.diff.bytewise import compare_bytes
+from zkl_debug.diff.compare import compare_digests, locate
 from zkl_debug.diff.coverage import site_row_skips
 from zkl_debug.diff.edges import Pairs
 from zkl_debug.diff.model import Bools, Skip

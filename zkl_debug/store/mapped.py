@@ -46,7 +46,7 @@ class ColumnData:
 
     def __init__(self, memory: NDArray[np.uint8], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._memory, self.dtype, self.shape = memory, dtype, shape
-        self._row_bytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+        self.row_bytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
         self._chunk_rows = max(1, shape[0])
         self._offsets: list[int] = []
 
@@ -61,13 +61,13 @@ class ColumnData:
         """
         chunk_rows = max(1, chunk_rows)
         needed = -(-self.shape[0] // chunk_rows)
-        if self.shape[0] * self._row_bytes > self._memory.size:
+        if self.shape[0] * self.row_bytes > self._memory.size:
             raise ValueError("there is more data than the file can hold")
         if len(offsets) != needed:
             raise ValueError(f"{needed} chunks are needed and {len(offsets)} are there")
         for k, offset in enumerate(offsets):
             rows = min(chunk_rows, self.shape[0] - k * chunk_rows)
-            if offset < 0 or offset + rows * self._row_bytes > self._memory.size:
+            if offset < 0 or offset + rows * self.row_bytes > self._memory.size:
                 raise ValueError("data lies outside the file, which is truncated or damaged")
         self._chunk_rows, self._offsets = chunk_rows, offsets
 
@@ -76,10 +76,18 @@ class ColumnData:
         for k in range(len(self._offsets)):
             yield k * self._chunk_rows, self._chunk(k)
 
+    def pieces(self, start: int, stop: int) -> Iterator[NDArray[Any]]:
+        """Yield rows ``start`` .. ``stop - 1`` in order, in pieces that are views of the file."""
+        while start < stop:
+            k, inside = divmod(start, self._chunk_rows)
+            piece = self._chunk(k)[inside : inside + stop - start]
+            yield piece
+            start += len(piece)
+
     def _chunk(self, k: int) -> NDArray[Any]:
         rows = min(self._chunk_rows, self.shape[0] - k * self._chunk_rows)
         start = self._offsets[k]
-        flat = self._memory[start : start + rows * self._row_bytes]
+        flat = self._memory[start : start + rows * self.row_bytes]
         return flat.view(self.dtype).reshape(rows, *self.shape[1:])
 
     def all(self) -> NDArray[Any]:

@@ -192,11 +192,31 @@ class Site:
             out[where] = self._columns[int(k)].take(place[where] - self._column_starts[k])
         return out
 
+    def payload_pieces(self, start: int, stop: int) -> Iterator[NDArray[Any]]:
+        """Yield raw bits of the site's rows ``start`` .. ``stop - 1``, which all must have them, without copies.
+
+        Yields:
+            [k, W] in the storage dtype, in order; each is as long as the file has it in one piece.
+        """
+        first, last = np.searchsorted(self.payload_index, [start, stop]).tolist()
+        if last - first != stop - start:
+            raise Refused(f"site {self.meta.name}: some of its rows have no payload", "rows of Site.payload_index")
+        for k, column in enumerate(self._columns):
+            base = int(self._column_starts[k])
+            yield from column.pieces(max(0, first - base), min(len(column), last - base))
+        self._pages.count(self.row_bytes * (stop - start))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's payload; 0 without payload."""
+        return self._columns[0].row_bytes if self._columns else 0
+
     def payload_blocks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
         """Yield (site rows [k], raw bits [k, W]) over all payload in file order, about 1 MiB at a time, no copies."""
         for start, column in zip(self._column_starts, self._columns, strict=False):
             for first, block in column.blocks():
                 at = int(start) + first
+                self._pages.count(block.nbytes)
                 yield self.payload_index[at : at + len(block)], block
 
 

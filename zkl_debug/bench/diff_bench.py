@@ -1,0 +1,207 @@
+"""What a diff costs: synthetic captures of growing size, one bit flipped, compared in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from zkl_debug.bench.diff_parts import bench_join, bench_payload
+from zkl_debug.bench.measure import Measured, run_measured, zkl_command
+from zkl_debug.bench.synthetic import Flip, Synthetic, random_flip, rewrite_ranks, site_metas, write_side
+from zkl_debug.diff.bytewise import equal_bytes
+from zkl_debug.schema import Json
+from zkl_debug.store.mapped import MappedFile
+
+#: What a diff is held to.
+GOALS: dict[str, float] = {
+    "seconds_100M": 120.0,
+    "peak_rss": float(2 << 30),
+    "first_seconds_100M": 30.0,
+    "over_linear": 1.3,
+    "join_rows_per_min_core": 20e6,
+    "payload_over_memcmp": 0.8,
+}
+_FIRST_LAYER = 12  # number of the flipped site: in layer 0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DiffBench:
+    """What is measured.
+
+    Attributes:
+        sizes: digests of one side, increasing.
+        ranks, layers: files and layers of the captures.
+        trials: flipped bits to look for, at ``trial_size`` digests.
+        trial_size: size of their captures; 0 for the smallest of ``sizes``.
+        jobs: processes; None leaves it to the diff.
+        join_rows: rows of each side for the join alone.
+        payload_bytes: raw bytes of one side for the comparison of payload.
+    """
+
+    sizes: tuple[int, ...] = (1_000_000, 10_000_000)
+    ranks: int = 64
+    layers: int = 48
+    trials: int = 20
+    trial_size: int = 0
+    jobs: int | None = None
+    join_rows: int = 1_000_000
+    payload_bytes: int = 512 << 20
+
+
+def bench_diff(what: DiffBench, folder: Path | None = None, progress: Say | None = None) -> dict[str, Json]:
+    """Measure the diff.
+
+    Args:
+        what: sizes.
+        folder: where captures are written; default the folder for temporary files. 100 million digests take 4.3 GB.
+        progress: told what is being done.
+
+    Returns:
+        Figures by part, the goals, and which of them were looked at and met.
+    """
+    say = progress or (lambda _text: None)
+    say("join of row keys")
+    join = bench_join(what.join_rows)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="zkl-bench-") as name:
+        say("comparison of payload")
+        payload = bench_payload(Path(name) / "payload", what.payload_bytes)
+        sizes = [_measure_size(what, digests, Path(name) / "size", say) for digests in what.sizes]
+        trials = _trials(what, Path(name) / "trials", say) if what.trials else None
+    found: dict[str, Json] = {"join": join, "payload": payload, "sizes": sizes, "trials": trials}
+    found["over_linear"] = _over_linear(sizes)
+    return {"bench": "diff", **found, "goals": GOALS, "met": _met(found)}
+
+
+def _write(root: Path, size: Synthetic, flips: Sequence[Flip]) -> None:
+    """Write both sides, each in a process of its own: the store of a rank is one thread's work."""
+    context = multiprocessing.get_context("spawn")
+    jobs = [
+        context.Process(target=write_side, args=(root / side, size, side, flips if side == "gen" else ()))
+        for side in ("train", "gen")
+    ]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+
+
+def _measure_size(what: DiffBench, digests: int, root: Path, say: Say) -> dict[str, Json]:
+    size = Synthetic(digests, what.ranks, what.layers)
+    flip = Flip(_FIRST_LAYER, size.ranks // 2, size.positions // 2, 77)
+    say(f"{size.total:,} digests: writing")
+    _write(root, size, [flip])
+    say(f"{size.total:,} digests: memcmp")
+    memcmp_s = _compare_files(root)
+    try:
+        runs = {}
+        for name, options in (("full", ()), ("first", ("--first",))):
+            say(f"{size.total:,} digests: diff ({name})")
+            runs[name] = _run(root, what.jobs, *options)
+        nbytes = sum(path.stat().st_size for path in root.glob("*/*.h5"))
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return {
+        "digests": size.total,
+        "bytes": nbytes,
+        "ranks": size.ranks,
+        "sites": size.sites,
+        "memcmp_seconds": memcmp_s,
+        **{name: _figures(run, size, flip, memcmp_s) for name, run in runs.items()},
+    }
+
+
+def _run(root: Path, jobs: int | None, *options: str) -> Measured:
+    more = () if jobs is None else ("--jobs", jobs)
+    return run_measured(zkl_command("diff", root / "train", root / "gen", "--json", *options, *more))
+
+
+def _figures(run: Measured, size: Synthetic, flip: Flip, memcmp_s: float) -> dict[str, Json]:
+    return {
+        "seconds": run.seconds,
+        "cpu_seconds": run.cpu_seconds,
+        "peak_rss": run.peak_rss,
+        "digests_per_s": size.total / run.seconds,
+        "over_memcmp": run.seconds / memcmp_s,
+        "found": _is_found(json.loads(run.output), size, flip),
+    }
+
+
+def _is_found(document: Json, size: Synthetic, flip: Flip) -> bool:
+    """Whether a verdict names the flipped bit: site, sample and position, and no other row."""
+    first = document["first"] or {}
+    named = (first.get("site"), first.get("sample"), first.get("position"))
+    right = (site_metas(size)[flip.site].name, flip.sample, flip.position)
+    return document["verdict"] == "diverged" and named == right and document["affected"]["rows"] == 1
+
+
+def _compare_files(root: Path) -> float:
+    """Seconds that memcmp takes over as many bytes as both sides have: every file against itself, mapped twice."""
+    start = time.perf_counter()
+    for path in sorted(root.glob("*/*.h5")):
+        left, right = MappedFile(path), MappedFile(path)
+        assert equal_bytes(left.bytes, right.bytes)
+    return time.perf_counter() - start
+
+
+def _trials(what: DiffBench, root: Path, say: Say) -> dict[str, Json]:
+    """Flip one bit after another anywhere in one side, and look for each."""
+    size = Synthetic(what.trial_size or what.sizes[0], max(2, what.ranks), what.layers)
+    rng = np.random.default_rng(7)
+    say(f"trials of {size.total:,} digests: writing")
+    _write(root, size, ())
+    last: list[Flip] = []
+    missed: list[Json] = []
+    begin = time.perf_counter()
+    for number in range(what.trials):
+        say(f"trial {number + 1} of {what.trials}")
+        flip = random_flip(size, rng)
+        rewrite_ranks(root / "gen", size, "gen", [flip], last)
+        last = [flip]
+        if not _is_found(json.loads(_run(root, what.jobs).output), size, flip):
+            missed.append([flip.site, flip.sample, flip.position, flip.bit])
+    shutil.rmtree(root, ignore_errors=True)
+    return {
+        "digests": size.total,
+        "of": what.trials,
+        "found": what.trials - len(missed),
+        "missed": missed,
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def _over_linear(sizes: Sequence[dict[str, Json]]) -> float | None:
+    """Growth of the cost over growth of the size, the worst of any smaller and larger size; None with one size."""
+    ratios = [
+        (large["full"]["cpu_seconds"] / small["full"]["cpu_seconds"]) / (large["digests"] / small["digests"])
+        for k, small in enumerate(sizes)
+        for large in sizes[k + 1 :]
+    ]
+    return max(ratios, default=None)
+
+
+def _met(found: dict[str, Json]) -> dict[str, bool]:
+    met = {
+        "join_rows_per_min_core": found["join"]["rows_per_min_core"] >= GOALS["join_rows_per_min_core"],
+        "payload_over_memcmp": found["payload"]["over_memcmp"] >= GOALS["payload_over_memcmp"],
+        "peak_rss": all(size["full"]["peak_rss"] < GOALS["peak_rss"] for size in found["sizes"]),
+        "found": all(size[run]["found"] for size in found["sizes"] for run in ("full", "first")),
+    }
+    if found["over_linear"] is not None:
+        met["over_linear"] = found["over_linear"] <= GOALS["over_linear"]
+    if found["trials"] is not None:
+        met["trials"] = found["trials"]["found"] == found["trials"]["of"]
+    large = [size for size in found["sizes"] if size["digests"] >= 99_000_000]
+    if large:
+        met["seconds_100M"] = large[0]["full"]["seconds"] <= GOALS["seconds_100M"]
+        met["first_seconds_100M"] = large[0]["first"]["seconds"] <= GOALS["first_seconds_100M"]
+    return met
