@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zkl_debug.cli.common import emit_json, stderr, stdout
+from zkl_debug.cli.names import MAP_HELP
 from zkl_debug.diff.comparison import Progress
+from zkl_debug.diff.naming import load_map
 from zkl_debug.diff.processes import Processes
 from zkl_debug.diff.report import print_report
 from zkl_debug.diff.run import diff_captures
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     type=click.IntRange(1),
     help="Processes that compare sites. Default: one a core where there is enough to compare.",
 )
+@click.option("--map", "maps", type=click.Path(path_type=Path, dir_okay=False), multiple=True, help=MAP_HELP)
 def command(
     a: Path,
     b: Path,
@@ -58,6 +61,7 @@ def command(
     drill: bool,
     first_only: bool,
     jobs: int | None,
+    maps: tuple[Path, ...],
 ) -> int:
     """Compare captures A and B and name the first operator that is not bitwise equal.
 
@@ -73,6 +77,7 @@ def command(
             progress=bar,
             first_only=first_only,
             runner=Processes(jobs),
+            maps=[load_map(file) for file in maps],
         )
     drilled = _drilled(verdict, a, b) if drill and verdict.first is not None else None
     if drilled is not None:

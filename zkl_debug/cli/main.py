@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "Inside one site: the first tensor operator that differs, with its source.",
     ),
     "bundle": ("zkl_debug.cli.bundle", "command", "One operator of a mismatch as a folder that replays by itself."),
+    "names": ("zkl_debug.cli.names", "command", "Which site of one capture is which of another, across model trees."),
     "inspect": ("zkl_debug.cli.inspect", "command", "Show what a capture folder holds."),
     "repair": ("zkl_debug.cli.repair", "command", "Recover every flushed frame of a capture that was killed."),
     "logprobs": ("zkl_debug.cli.logprobs", "command", "What generation and training log-probs say by themselves."),

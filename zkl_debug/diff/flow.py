@@ -52,6 +52,8 @@ class Flow:
 _MIXES_ROWS = re.compile(
     r"(?:^|\.)(?:layers\.\d+|h\.\d+|\w*attention|\w*attn|mixer|decoder|encoder|backbone|block|model)(?:#\d+)?$"
 )
+# Parts of a fused linear layer, as the join of names files them.
+_PARTS = frozenset({"q", "k", "v", "gate", "up"})
 _RECURRENT = frozenset({"ssm", "scan", "conv"})
 # Modules whose only input is token and position ids, which the row key holds.
 _FROM_TOKENS = re.compile(
@@ -111,6 +113,8 @@ class FlowMap:
         """Producers of operators that are recorded without input ports."""
         if op.split("#")[0] == "qkv":
             return self._all_outs(f"{path}.linear_qkv", Via.ROW)
+        if op in _PARTS and not self._ports.get(f"{path}/{op}"):  # lanes of a fused layer read what the layer reads
+            return [Feed(i, Via.ROW) for i in self._ports.get(path, ())]
         if op == "selected":
             return [
                 *self._all_outs(f"{path}/log_softmax", Via.PARENT),

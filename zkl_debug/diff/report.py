@@ -117,6 +117,10 @@ def _checks(verdict: Verdict) -> str:
     checks = verdict.checks
     words = [f"weights {checks.get('weights', 'not checked')}", f"token ids {checks.get('token_ids', '-')}"]
     words.append(f"position ids {checks.get('position_ids', 'not captured')}")
+    names = checks.get("names")
+    if names:
+        kinds = (f"{side.upper()} {', '.join(names[side]['families']) or 'of no known kind'}" for side in "ab")
+        words.append(f"names joined ({'; '.join(kinds)}: zkl-debug names A B)")
     buffers = checks.get("buffers_differ")
     if buffers:
         words.append(f"BUFFERS DIFFER: {', '.join(buffers[:3])}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -18,6 +18,7 @@ from zkl_debug.diff.coverage import Coverage, measure, never_forwarded
 from zkl_debug.diff.explain import explain
 from zkl_debug.diff.kinds import ReplayOracle
 from zkl_debug.diff.model import WITHIN_EDGES, CaptureLike, Outcome, Refusal, Skip, refuse
+from zkl_debug.diff.naming import Family, Joined, join_names
 from zkl_debug.diff.processes import Processes
 from zkl_debug.diff.refuse import (
     certification,
@@ -53,6 +54,7 @@ def diff_captures(
     progress: Progress | None = None,
     first_only: bool = False,
     runner: Runner | None = None,
+    maps: Sequence[Family] = (),
 ) -> Verdict:
     """Compare two captures and name the first site that is not bitwise equal.
 
@@ -65,6 +67,7 @@ def diff_captures(
         progress: called with (done, total, site name) while comparing.
         first_only: stop at the first site that differs: later sites are listed as skipped, and so are not claimed.
         runner: who compares the sites; by default some processes where there is enough to compare.
+        maps: the user's own names for sites; see :func:`zkl_debug.diff.naming.load_map`.
 
     Returns:
         The verdict. Captures that cannot be opened or must not be compared give a refused verdict, not an error.
@@ -79,7 +82,7 @@ def diff_captures(
         try:
             comparing: dict[str, Any] = {"aliases": aliases, "oracle": oracle, "progress": progress}
             comparing |= {"first_only": first_only, "runner": runner or Processes()}
-            verdict = _diff(opened[0], opened[1], partial, verify_bytes, comparing)
+            verdict = _diff(join_names(opened[0], opened[1], maps), partial, verify_bytes, comparing)
         except CaptureInvalid as error:  # a segment that is damaged where it is read
             return refused(from_error(error, "A or B"), partial=partial)
         stack.pop_all()  # the tables of the verdict still read from the captures
@@ -94,8 +97,9 @@ def _open(source: Source, partial: bool, stack: ExitStack) -> CaptureLike:
     return stack.enter_context(open_capture(Path(source), partial=partial))
 
 
-def _diff(a: CaptureLike, b: CaptureLike, partial: bool, verify_bytes: bool, comparing: dict[str, Any]) -> Verdict:
-    checks: dict[str, Json] = {}
+def _diff(joined: Joined, partial: bool, verify_bytes: bool, comparing: dict[str, Any]) -> Verdict:
+    a, b = joined.a, joined.b
+    checks: dict[str, Json] = {"names": joined.to_json()} if joined.changed else {}
     certified = {"a": certification(a), "b": certification(b)}
     known: dict[str, Any] = {"checks": checks, "certification": certified, "partial": partial}
     for name, capture in zip(_NAMES, (a, b), strict=True):
@@ -107,13 +111,15 @@ def _diff(a: CaptureLike, b: CaptureLike, partial: bool, verify_bytes: bool, com
     refusal = check_same(comparison)
     if refusal is not None:
         return refused(refusal, **known)
-    coverage = _coverage(comparison, partial)
+    coverage = _coverage(comparison, partial, joined.skips())
     refusal = next(_refusals(comparison, checks), None)
     if refusal is not None:
         return refused(refusal, coverage=coverage, **known)
     edges = edge_summaries(comparison)
     edge = comparison.edge
     first = edges[edge].first if edge is not None else None
+    if joined.changed and first is not None:
+        checks["names"]["first"] = dict(zip("ab", joined.own(first.site), strict=True))
     rows, why = affected(comparison), explain(comparison)
     hints = suggestions(comparison, Outcome.IDENTICAL if edge is None else Outcome.DIVERGED, first, coverage)
     handed = _handed(comparison, checks)
@@ -152,8 +158,8 @@ def _handed(comparison: Comparison, checks: dict[str, Json]) -> handed_over.Hand
     return handed_over.worst(found)
 
 
-def _coverage(comparison: Comparison, partial: bool) -> Coverage:
-    skips = [*comparison.skips, *_not_reached(comparison)]
+def _coverage(comparison: Comparison, partial: bool, left_out: Sequence[Skip]) -> Coverage:
+    skips = [*comparison.skips, *left_out, *_not_reached(comparison)]
     for name, capture in zip(_NAMES, (comparison.a, comparison.b), strict=True):
         if partial and not capture.manifest.get("complete", True):
             skips.append(Skip(f"lost in {name}: end of the capture", str(capture.manifest.get("reason", "incomplete"))))
@@ -217,6 +223,7 @@ def check_bytes(name: str, capture: CaptureLike) -> Refusal | None:
     """Recompute the digest of every payload row; a capture held in memory has no files to check."""
     from zkl_debug.store.reader import Capture, verify_payload
 
+    capture = getattr(capture, "original", capture)
     if not isinstance(capture, Capture):
         return None
     bad = verify_payload(capture)
