@@ -17,6 +17,7 @@ from zkl_debug.diff.processes import Processes
 from zkl_debug.diff.report import print_report
 from zkl_debug.diff.run import diff_captures
 from zkl_debug.diff.verdict import Verdict
+from zkl_debug.errors import UsageError
 
 if TYPE_CHECKING:
     from zkl_debug.beds.drill import Drill
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.command("diff")
 @click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("b", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the verdict document (zkl-verdict 1) instead of the report."
 )
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 @click.option("--map", "maps", type=click.Path(path_type=Path, dir_okay=False), multiple=True, help=MAP_HELP)
 def command(
     a: Path,
-    b: Path,
+    b: Path | None,
     as_json: bool,
     partial: bool,
     verify_bytes: bool,
@@ -67,7 +68,12 @@ def command(
 
     A is usually the training side. Rows are joined by token prefix, so batches, request order and padding do not
     matter. Exit code: 0 identical, 1 diverged, 3 refused, 4 inconclusive.
+
+    Without B, rows of A are compared with each other: those of one prefix in several batches (batch variance), and
+    those that were both prefilled and decoded.
     """
+    if b is None and (replay or drill):
+        raise UsageError("--replay or --drill with one capture", "two captures", "zkl-debug diff A B --drill")
     with _progress() as bar:
         verdict = diff_captures(
             a,
@@ -79,15 +85,15 @@ def command(
             runner=Processes(jobs),
             maps=[load_map(file) for file in maps],
         )
-    drilled = _drilled(verdict, a, b) if drill and verdict.first is not None else None
+    drilled = _drilled(verdict, a, b) if drill and b is not None and verdict.first is not None else None
     if drilled is not None:
         verdict = drilled.verdict
-    if replay and verdict.replay is None:  # pass 2 has called it again already
+    if replay and b is not None and verdict.replay is None:  # pass 2 has called it again already
         verdict = _replayed(verdict, a, b)
     if html is not None:
         from zkl_debug.viz.html import write_html
 
-        write_html(verdict, html, f"{_label(a)} against {_label(b)}")
+        write_html(verdict, html, f"{_label(a)} against {'itself' if b is None else _label(b)}")
         stderr().print(f"wrote {html}")
     if as_json:
         emit_json(verdict.to_json() | ({} if drilled is None else {"drill": drilled.to_json()}))

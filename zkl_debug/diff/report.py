@@ -43,7 +43,7 @@ def report(verdict: Verdict) -> Iterator[RenderableType]:
         return
     yield Text(f"claim     {_claim(verdict)}")
     yield Text(f"checks    {_checks(verdict)}")
-    yield Text(f"coverage  {_coverage(verdict.coverage)}")
+    yield Text(f"coverage  {_coverage(verdict.coverage, 'b' not in verdict.certification)}")
     yield _edges(verdict)
     if verdict.first is not None:
         yield from _first(verdict.first, verdict.by_rows)
@@ -131,13 +131,13 @@ def _checks(verdict: Verdict) -> str:
     return ", ".join(words)
 
 
-def _coverage(coverage: Coverage) -> str:
-    sites = f"{coverage.matched} of {coverage.expected} sites on both sides"
-    rows = f"{coverage.compared} rows compared (A {coverage.rows_a}, B {coverage.rows_b})"
+def _coverage(coverage: Coverage, alone: bool) -> str:
+    sites = f"{coverage.matched} of {coverage.expected} sites{'' if alone else ' on both sides'}"
+    rows = f"{coverage.compared} rows compared (A {coverage.rows_a}{'' if alone else f', B {coverage.rows_b}'})"
     shares = {"prompt": coverage.prompt, "generated": coverage.generated, "log-probs": coverage.labels}
     parts = ", ".join(f"{name} {_percent(share)}" for name, share in shares.items() if share.of)
     crossed = ", ".join(f"{name.replace('_', ' ')} {count or 'NEVER'}" for name, count in coverage.crossed.items())
-    return f"{sites}; {rows}\n          of what both could have run: {parts}\n          rows at a {crossed}"
+    return f"{sites}; {rows}\n          of what {'there is' if alone else 'both could have run'}: {parts}\n          rows at a {crossed}"
 
 
 def _percent(share: Share) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from zkl_debug.diff import handed as handed_over
+from zkl_debug.diff.alone import Alone, nothing_twice, own_coverage
 from zkl_debug.diff.answer import affected, edge_summaries
 from zkl_debug.diff.buffers import check_buffers
 from zkl_debug.diff.comparison import Comparison, Progress, compare
@@ -45,7 +46,7 @@ Source = str | PathLike[str] | CaptureLike
 
 def diff_captures(
     a: Source,
-    b: Source,
+    b: Source | None = None,
     *,
     partial: bool = False,
     verify_bytes: bool = False,
@@ -59,7 +60,8 @@ def diff_captures(
     """Compare two captures and name the first site that is not bitwise equal.
 
     Args:
-        a, b: capture folders or open captures. Usually A is the training side.
+        a, b: capture folders or open captures. Usually A is the training side. Without B, rows of A are compared with
+            each other: those of one prefix in several batches, and in both phases.
         partial: accept incomplete captures; the verdict says so.
         verify_bytes: recompute every digest from the raw bytes first, and compare bytes where both sides have them.
         aliases: site name of either side -> canonical name.
@@ -74,11 +76,13 @@ def diff_captures(
     """
     with ExitStack() as stack:
         opened: list[CaptureLike] = []
-        for name, source in zip(_NAMES, (a, b), strict=True):
+        for name, source in zip(_NAMES, (a,) if b is None else (a, b), strict=False):
             try:
                 opened.append(_open(source, partial, stack))
             except CaptureInvalid as error:
                 return refused(from_error(error, name), partial=partial)
+        if b is None:
+            opened.append(Alone(opened[0]))
         try:
             comparing: dict[str, Any] = {"aliases": aliases, "oracle": oracle, "progress": progress}
             comparing |= {"first_only": first_only, "runner": runner or Processes()}
@@ -100,7 +104,8 @@ def _open(source: Source, partial: bool, stack: ExitStack) -> CaptureLike:
 def _diff(joined: Joined, partial: bool, verify_bytes: bool, comparing: dict[str, Any]) -> Verdict:
     a, b = joined.a, joined.b
     checks: dict[str, Json] = {"names": joined.to_json()} if joined.changed else {}
-    certified = {"a": certification(a), "b": certification(b)}
+    alone = isinstance(b, Alone)
+    certified = {"a": certification(a)} if alone else {"a": certification(a), "b": certification(b)}
     known: dict[str, Any] = {"checks": checks, "certification": certified, "partial": partial}
     for name, capture in zip(_NAMES, (a, b), strict=True):
         early = (check_probe(name, capture), check_self_test(name, capture), check_switches(name, capture))
@@ -112,7 +117,7 @@ def _diff(joined: Joined, partial: bool, verify_bytes: bool, comparing: dict[str
     if refusal is not None:
         return refused(refusal, **known)
     coverage = _coverage(comparison, partial, joined.skips())
-    refusal = next(_refusals(comparison, checks), None)
+    refusal = next(_refusals(comparison, checks, alone), None)
     if refusal is not None:
         return refused(refusal, coverage=coverage, **known)
     edges = edge_summaries(comparison)
@@ -163,9 +168,12 @@ def _coverage(comparison: Comparison, partial: bool, left_out: Sequence[Skip]) -
     for name, capture in zip(_NAMES, (comparison.a, comparison.b), strict=True):
         if partial and not capture.manifest.get("complete", True):
             skips.append(Skip(f"lost in {name}: end of the capture", str(capture.manifest.get("reason", "incomplete"))))
-    return measure(
-        comparison.a, comparison.b, comparison.space, comparison.pairs, comparison.sites, comparison.compared, skips
+    alone = isinstance(comparison.b, Alone)
+    compared = np.any(list(comparison.edge_compared.values()), axis=0) if alone else comparison.compared
+    coverage = measure(
+        comparison.a, comparison.b, comparison.space, comparison.pairs, comparison.sites, compared, skips
     )
+    return own_coverage(coverage) if alone else coverage
 
 
 def _not_reached(comparison: Comparison) -> list[Skip]:
@@ -176,18 +184,19 @@ def _not_reached(comparison: Comparison) -> list[Skip]:
     return [Skip(f"sites after {name}", "only the first site that differs was asked for", len(left))] if left else []
 
 
-def _refusals(comparison: Comparison, checks: dict[str, Json]) -> Iterator[Refusal]:
+def _refusals(comparison: Comparison, checks: dict[str, Json], alone: bool) -> Iterator[Refusal]:
     """Reasons not to believe the comparison, the most basic first; ``checks`` is filled on the way."""
-    captures = (comparison.a, comparison.b)
-    for side, (name, capture) in enumerate(zip(_NAMES, captures, strict=True)):
+    captures: tuple[CaptureLike, ...] = (comparison.a,) if alone else (comparison.a, comparison.b)
+    for side, (name, capture) in enumerate(zip(_NAMES, captures, strict=False)):
         yield from _found(check_repeat(name, capture, _stochastic(comparison, WITHIN_EDGES[side])))
-    for name, capture in zip(_NAMES, captures, strict=True):
+    for name, capture in zip(_NAMES, captures, strict=False):
         yield from _found(check_buffers(name, capture))
     checks["buffers"] = "distinct"
-    refusal, report = check_weights(*captures)
+    refusal, report = check_weights(comparison.a, comparison.b)
     checks.update(report)
     yield from _found(refusal)
-    yield from _found(check_overlap(comparison.space, comparison.sites))
+    if not alone:
+        yield from _found(check_overlap(comparison.space, comparison.sites))
     yield from _found(check_tokens(comparison.space, never_forwarded(comparison.space)))
     checks["token_ids"] = "equal"
     for i, pair in enumerate(comparison.sites):
@@ -195,7 +204,10 @@ def _refusals(comparison: Comparison, checks: dict[str, Json]) -> Iterator[Refus
             where = comparison.where(i)
             yield from _found(check_input_site(pair, where, comparison.space, comparison.pairs, comparison.done[i]))
             checks[pair.parsed.op or pair.parsed.operator] = "equal"
-    if not comparison.compared.any():
+    if alone:
+        if not any(keys.any() for keys in comparison.edge_compared.values()):
+            yield nothing_twice(_NAMES[0])
+    elif not comparison.compared.any():
         yield refuse(
             "nothing-compared",
             "no row of A and B was recorded at a common site",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 
+from zkl_debug.diff.alone import Alone
 from zkl_debug.diff.answer import First
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.coverage import Coverage
@@ -15,10 +16,13 @@ from zkl_debug.diff.model import CaptureLike, Outcome, fact
 def suggestions(comparison: Comparison, outcome: Outcome, first: First | None, coverage: Coverage) -> tuple[str, ...]:
     """Next commands for a finished comparison."""
     a, b = (path_of(capture, name) for capture, name in ((comparison.a, "A"), (comparison.b, "B")))
+    alone = isinstance(comparison.b, Alone)
     if outcome is Outcome.IDENTICAL:
         has_payload = any(pair.a is not None and pair.a.has_payload for pair in comparison.sites)
         verify = has_payload and not comparison.all_bytes
-        return (f"zkl-debug diff {a} {b} --verify-bytes",) if verify else ()
+        return (f"zkl-debug diff {a}{'' if alone else ' ' + b} --verify-bytes",) if verify else ()
+    if alone:
+        return (f"zkl-debug inspect {a}",)
     commands = []
     again = comes_from_one_bed_run(comparison.a, comparison.b)
     bare = first is not None and first.stats.elements is None and not first.differ

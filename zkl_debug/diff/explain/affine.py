@@ -28,9 +28,12 @@ class Fit:
     width: F64
 
 
-def _fit(low: F64, high: F64, neutral: float, noise: float) -> Fit | None:
-    """Constants in the intersection of the intervals, if they are not all neutral."""
-    for by, axis, least in (("all", None, low.size), ("row", 1, low.shape[1]), ("column", 0, low.shape[0])):
+def _fit(low: F64, high: F64, neutral: float, noise: float, distinct: int) -> Fit | None:
+    """Constants in the intersection of the intervals, if they are not all neutral.
+
+    ``distinct`` rows differ from each other: rows that are the same on both sides agree on anything.
+    """
+    for by, axis, least in (("all", None, low.size), ("row", 1, low.shape[1]), ("column", 0, distinct)):
         if least < (_LEAST_COLUMN if by == "column" else _LEAST):
             continue
         if by == "row" and low.shape[0] < 2:
@@ -49,6 +52,11 @@ def _fit(low: F64, high: F64, neutral: float, noise: float) -> Fit | None:
     return None
 
 
+def _distinct(pair: Port, good: Bools) -> int:
+    """Rows that differ from each other on the left side."""
+    return len(np.unique(np.ascontiguousarray(pair.left.bits[good]), axis=0))
+
+
 def fit_ratio(pair: Port, slack: float = 2.0) -> Fit | None:
     """Factors c with right = c * left, within the rounding of both."""
     x, y = pair.left.real, pair.right.real
@@ -62,7 +70,7 @@ def fit_ratio(pair: Port, slack: float = 2.0) -> Fit | None:
     zero = (x == 0) != (y == 0)
     if zero.any():
         return None
-    fit = _fit(low, high, 1.0, _noise(pair))
+    fit = _fit(low, high, 1.0, _noise(pair), _distinct(pair, good))
     return fit if fit is not None and _moves_all(pair, good, x * (_spread(fit) - 1.0)) else None
 
 
@@ -75,7 +83,7 @@ def fit_offset(pair: Port, slack: float = 2.0) -> Fit | None:
     width = (half_widths(pair.left, slack) + half_widths(pair.right, slack))[good]
     middle = (y - x)[good]
     typical = float(np.median(np.maximum(np.abs(x[good]).max(axis=1), np.abs(y[good]).max(axis=1))))
-    fit = _fit(middle - width, middle + width, 0.0, _noise(pair) * typical)
+    fit = _fit(middle - width, middle + width, 0.0, _noise(pair) * typical, _distinct(pair, good))
     return fit if fit is not None and _moves_all(pair, good, np.broadcast_to(_spread(fit), x.shape)) else None
 
 

@@ -20,6 +20,7 @@ from zkl_debug.schema import Json, SiteKind
 if TYPE_CHECKING:
     from zkl_debug.capture.api import Capture
 
+_CACHES = ("past_key_values", "cache", "cache_params")
 _POSITIONS = "inputs/position_ids:in.0"
 
 
@@ -31,6 +32,7 @@ RULES: tuple[ModuleRule, ...] = (
     _rule(r"(?:.*\.)?rotary_emb", skip="a table over positions, not rows"),
     _rule(r".*\.experts\..+", skip="inside the experts: rows are grouped by expert"),
     _rule(r".*(?:\.|^)(?:embed_tokens|wte)", semantic="embedding"),
+    _rule(r".*\.conv1d", skip="tokens are its last dimension"),
     _rule(r".*(?:self_attn|attention|\.attn)", outputs=1),  # the second output is attention weights
     _rule(r".*(?:layernorm|_norm|\.norm|ln_\w+)", semantic="norm"),
     _rule(r".*\.\w+_proj|(?:.*\.)?lm_head", semantic="linear"),
@@ -72,11 +74,11 @@ class HFAdapter:
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             self.histories.skip("called without token ids")
             return None
-        cache = kwargs.get("past_key_values", kwargs.get("cache"))
+        cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
         mask = kwargs.get("attention_mask")
         if self._generating and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
             mask = self._prompt_mask  # static caches get a prepared 4-d mask
-        self._cached = int(cache.get_seq_length()) if cache is not None else 0
+        self._cached = self.histories.length(cache)
         return self.histories.frame(ids, mask, cache, self._generating > 0, self._cached)
 
     def finish(self, capture: Capture) -> None:

@@ -38,6 +38,22 @@ class Histories:
     next_sample: int = 0
     unkeyed: dict[str, int] = field(default_factory=dict)
 
+    def length(self, cache: Any) -> int:
+        """Columns a cache holds; 0 for none, -1 where it holds some and nobody can say how many.
+
+        Caches of recurrent layers alone have a state and no length: theirs is that of what was seen to go in.
+        """
+        if cache is None:
+            return 0
+        try:
+            return int(cache.get_seq_length())
+        except (ValueError, AttributeError):
+            known = self.by_cache.get(id(cache))
+            if known is not None and known[0] is cache:
+                return int(known[1].ids.shape[1])
+            states = [getattr(layer, "has_previous_state", {}) for layer in getattr(cache, "layers", ())]
+            return -1 if any(any(s.values()) if isinstance(s, dict) else bool(s) for s in states) else 0
+
     def frame(
         self, ids: torch.Tensor, mask: torch.Tensor | None, cache: Any, generating: bool, cached: int
     ) -> FrameRows | None:
