@@ -95,6 +95,36 @@ def test_a_static_cache_gives_the_same_rows(captured: Path, tmp_path: Path) -> N
     assert verdict.coverage.compared > 0
 
 
+def test_recurrent_models_are_keyed_through_their_state(tmp_path: Path) -> None:
+    """A cache of recurrent layers alone has no length; forward and generate of Mamba, in one batch without padding."""
+    code = (
+        "import sys, torch, zkl_debug\nfrom transformers import MambaConfig, MambaForCausalLM\n"
+        "torch.manual_seed(0); torch.set_num_threads(1)\n"
+        "config = MambaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2, state_size=8)\n"
+        "model = MambaForCausalLM(config).eval()\n"
+        "ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])\n"
+        "with torch.no_grad():\n"
+        "    with zkl_debug.capture(model, sys.argv[1] + '/gen', side='gen', level='payload'):\n"
+        "        out = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)\n"
+        "        model.generate(out, max_new_tokens=2, do_sample=False, pad_token_id=0)\n"
+        "    with zkl_debug.capture(model, sys.argv[1] + '/train', side='train', level='payload'):\n"
+        "        model(out, use_cache=False)\n"
+    )
+    done = run(sys.executable, "-c", code, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    with open_capture(tmp_path / "gen") as gen:
+        assert list(gen.frames["phase"]) == [Phase.PREFILL, *[Phase.DECODE] * 4, Phase.PREFILL, Phase.DECODE]
+        assert gen.manifest["probe"]["ok"]
+        first = gen.rows[gen.rows["sample"] == 0]
+        assert list(first["position"]) == list(range(8))
+    verdict = diff_captures(tmp_path / "train", tmp_path / "gen")
+    assert verdict.refusal is None
+    assert verdict.edges["prefill-decode"].compared == 8
+    assert verdict.edges["score-decode"].compared == 8
+    own = diff_captures(tmp_path / "gen")
+    assert own.edges["prefill-decode"].compared == 8
+
+
 def test_steps_are_counted_and_bounded(tmp_path: Path) -> None:
     sequences = tmp_path / "s.json"
     sequences.write_text(json.dumps([[1, 2, 3, 4], [5, 6, 7]]))

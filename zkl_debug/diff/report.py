@@ -137,7 +137,8 @@ def _coverage(coverage: Coverage, alone: bool) -> str:
     shares = {"prompt": coverage.prompt, "generated": coverage.generated, "log-probs": coverage.labels}
     parts = ", ".join(f"{name} {_percent(share)}" for name, share in shares.items() if share.of)
     crossed = ", ".join(f"{name.replace('_', ' ')} {count or 'NEVER'}" for name, count in coverage.crossed.items())
-    return f"{sites}; {rows}\n          of what {'there is' if alone else 'both could have run'}: {parts}\n          rows at a {crossed}"
+    whole = "there is" if alone else "both could have run"
+    return f"{sites}; {rows}\n          of what {whole}: {parts}\n          rows at a {crossed}"
 
 
 def _percent(share: Share) -> str:
