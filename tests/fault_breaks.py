@@ -187,6 +187,42 @@ def left_out(path: str) -> Any:
     return breaks
 
 
+def activated(function: Callable[[Tensor], Tensor]) -> Any:
+    """Another activation in every layer."""
+
+    @contextmanager
+    def breaks(context: Any) -> Iterator[None]:
+        config = context.model.config
+        before, config.activation_func = config.activation_func, function
+        try:
+            yield
+        finally:
+            config.activation_func = before
+
+    return breaks
+
+
+def one_expert(which: int, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change what one expert of every layer returns."""
+
+    @contextmanager
+    def breaks(_context: Any) -> Iterator[None]:
+        def wrap(original: Any) -> Any:
+            def forward(self: Any, hidden: Tensor, counts: Any, probs: Tensor, *args: Any, **kwargs: Any) -> Any:
+                out, bias = original(self, hidden, counts, probs, *args, **kwargs)
+                ends = [0, *torch.as_tensor(counts).cumsum(0).tolist()]
+                out = out.clone()
+                out[ends[which] : ends[which + 1]] = change(out[ends[which] : ends[which + 1]])
+                return out, bias
+
+            return forward
+
+        with seams.expert_forward(wrap):
+            yield
+
+    return breaks
+
+
 def combine(layer: int, change: Callable[..., Tensor]) -> Any:
     """Another combine in the one MoE layer with that number."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from fault_breaks import (
     F16,
+    activated,
     bf16_probabilities,
     chunked_log_softmax,
     combine,
@@ -25,6 +26,7 @@ from fault_breaks import (
     norm_forward,
     norm_partials,
     old_weight,
+    one_expert,
     other_base,
     other_kv_heads,
     other_scale,
@@ -385,5 +387,36 @@ VARIANTS: tuple[Fault, ...] = (
         module_output("decoder.layers.1.self_attention.linear_proj", lambda t: t[[1, 0, *range(2, len(t))]]),
         "decoder.layers.1.self_attention.linear_proj:out",
         "row-permutation|equals-other-sample",
+    ),
+    *(
+        variant(
+            f"activation-{name}",
+            activated(function),
+            "decoder.layers.0.mlp.linear_fc2:in",
+            "activation",
+            sides=(side,),
+            says=name,
+        )
+        for name, function, side in (
+            ("gelu", torch.nn.functional.gelu, "gen"),
+            ("gelu-tanh", functools.partial(torch.nn.functional.gelu, approximate="tanh"), "train"),
+            ("relu", torch.nn.functional.relu, "gen"),
+            ("silu at 1.0", lambda x: x * torch.sigmoid(1.01 * x), "gen"),
+        )
+    ),
+    variant(
+        "gate-halves-swapped",
+        module_output("decoder.layers.1.mlp.linear_fc1", lambda t: torch.cat(t.chunk(2, -1)[::-1], -1)),
+        "decoder.layers.1.mlp.linear_fc1:out",
+        "column-permutation",
+    ),
+    variant(
+        "one-expert-fp8",
+        one_expert(2, rounded(torch.float8_e4m3fn)),
+        "decoder.layers.1.mlp.experts:out",
+        "extra-rounding",
+        beds=("tiny-moe",),
+        rule="expert 2",
+        says="float8_e4m3",
     ),
 )

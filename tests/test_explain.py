@@ -45,6 +45,20 @@ def test_rounding_of_a_narrow_site_to_a_narrower_format(dtype: str) -> None:
     assert found.evidence["dtype"] == "float8_e4m3fn"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_part_of_every_row_rounded(dtype: str) -> None:
+    plain = values(X, dtype).real
+    part = plain.copy()
+    part[:, 16:32] = rounded(plain[:, 16:32], "float8_e4m3fn")
+    found = extra_rounding(evidence(plain, part, dtype=dtype))
+    assert found is not None
+    assert (found.evidence["dtype"], found.evidence["side"]) == ("float8_e4m3fn", "B (prefill)")
+    assert found.evidence["left_alone"] > 0
+    part[3, 20] *= 1.125
+    other = extra_rounding(evidence(plain, part, dtype=dtype))
+    assert other is None or not other.evidence["exact"]
+
+
 def test_one_element_off_is_not_an_exact_rounding() -> None:
     plain = values(X).real
     near = rounded(plain, "bfloat16")

@@ -35,6 +35,7 @@ class First:
         last_equal: nearest site before it that was compared and is equal.
         between: sites between the two that were not compared, ``how`` they are there in brackets.
         differ: dtype or width, where they differ between the sides.
+        made_of: for an input port, the sites that alone make its value, such as the two sides of an activation.
     """
 
     site: str
@@ -51,6 +52,7 @@ class First:
     last_equal: str | None
     between: tuple[str, ...]
     differ: str
+    made_of: tuple[str, ...] = ()
 
     def to_json(self) -> Json:
         """The ``first`` object of the verdict document."""
@@ -77,6 +79,7 @@ class First:
             "last_equal": self.last_equal,
             "between": list(self.between[:_LISTED]),
             "between_count": len(self.between),
+            "made_of": list(self.made_of),
             "text": self.text,
         }
 
@@ -95,6 +98,8 @@ class First:
             return self._producer()
         if self.kind is Kind.UNCAPTURED_STATE:
             return "a replay from its captured inputs agrees, so something that was not captured feeds it"
+        if self.kind is Kind.OWN and self.inputs == "equal" and self.made_of:
+            return f"what it is made of is equal ({', '.join(self.made_of)}): the code between them differs"
         if self.kind is Kind.OWN and self.inputs == "equal":
             return "every captured input of it is equal"
         if self.kind is Kind.OWN:
@@ -112,6 +117,7 @@ class First:
 
 def describe(comparison: Comparison, edge: str, first: EdgeFirst) -> First:
     """The record of an edge's first divergence."""
+    made = comparison.flows.made_of(first.site)
     space, pairs, pair = comparison.space, comparison.pairs, comparison.sites[first.site]
     left, right = int(pairs.left[first.pair]), int(pairs.right[first.pair])
     row = int(named_row(space, pairs.left[[first.pair]], pairs.right[[first.pair]])[0])
@@ -129,7 +135,8 @@ def describe(comparison: Comparison, edge: str, first: EdgeFirst) -> First:
         position=int(space.position[row]),
         token=int(space.token[row]),
         kind=kind,
-        inputs=_inputs(comparison, first, kind),
+        inputs=_inputs(comparison, first, kind, bool(made)),
+        made_of=tuple(comparison.sites[i].name for i in made),
         stats=stats,
         rows={"left": _row(comparison, left), "right": _row(comparison, right)},
         last_equal=None if last is None else comparison.sites[last].name,
@@ -138,8 +145,8 @@ def describe(comparison: Comparison, edge: str, first: EdgeFirst) -> First:
     )
 
 
-def _inputs(comparison: Comparison, first: EdgeFirst, kind: Kind) -> str:
-    if comparison.sites[first.site].parsed.is_input:
+def _inputs(comparison: Comparison, first: EdgeFirst, kind: Kind, made: bool) -> str:
+    if comparison.sites[first.site].parsed.is_input and not made:
         return "port"
     state = Inputs(int(comparison.done[first.site].inputs[first.pair]))
     if kind is Kind.PROPAGATED and state is Inputs.ALL:

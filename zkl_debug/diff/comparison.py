@@ -55,6 +55,11 @@ class Comparison:
         return locate(self.sites[site], self.space)
 
     @cached_property
+    def flows(self) -> FlowMap:
+        """What feeds each site."""
+        return FlowMap(self.sites)
+
+    @cached_property
     def firsts(self) -> dict[str, EdgeFirst | None]:
         """First divergence of every edge; what was fed to the model is not a site that can be blamed."""
         blank = np.zeros(len(self.pairs), np.uint8)

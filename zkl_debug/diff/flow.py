@@ -38,7 +38,8 @@ class Flow:
     Attributes:
         feeds: captured inputs.
         complete: no input is known to be missing (an operator on token ids has all of its input in the row key).
-        is_port: the site is an input port itself: it computes nothing.
+        is_port: the site is an input port itself: it computes nothing. Not so where the code between the modules that
+            feed it and this port is known to be one operator, such as the activation between two linear layers.
         container: path of the module when other sites lie inside it, else empty.
     """
 
@@ -59,6 +60,9 @@ _RECURRENT = frozenset({"ssm", "scan", "conv"})
 _FROM_TOKENS = re.compile(
     r"(?:^|\.)(?:embedding|word_embeddings|embed_tokens|wte|wpe|position_embeddings|tokentype_embeddings)(?:\.|$)"
 )
+# Ports whose value is made in the code of the enclosing module, out of the outputs named here and nothing else.
+_ACTIVATED = {"linear_fc2": ("linear_fc1",), "down_proj": ("gate_proj", "up_proj"), "w2": ("w1", "w3")}
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?:local_experts\.)?\d+$")
 _ROUTED = re.compile(r"(?P<mlp>.*\.mlp)(?:/(?:permute|unpermute)|\.experts(?:\..*)?)$")
 
 
@@ -82,7 +86,12 @@ class FlowMap:
         site = self.sites[i].parsed
         container = site.path if not site.op and site.path in self.containers else ""
         if site.is_input:
-            return Flow((), False, True, container)
+            made = self.made_of(i)
+            return (
+                Flow(tuple(Feed(feed, Via.ROW) for feed in made), True, False, "")
+                if made
+                else Flow((), False, True, container)
+            )
         ports = self._ports.get(site.owner, [])
         if self._is_attention(i):
             return self._attention(ports, container)
@@ -93,6 +102,25 @@ class FlowMap:
         feeds += self._scales(i)
         from_tokens = not ports and (site.op == "label" or bool(_FROM_TOKENS.search(site.path)))
         return Flow(tuple(feeds), bool(feeds) or from_tokens, False, container)
+
+    def made_of(self, i: int) -> tuple[int, ...]:
+        """Sites that alone make the value of an input port; empty where that is not known, or one is not captured."""
+        site = self.sites[i].parsed
+        if site.op or not site.is_input:
+            return ()
+        head, _, last = site.path.rpartition(".")
+        if site.port in ("in", "in.0") and last in _ACTIVATED:
+            outs = [self._outs.get(f"{head}.{name}", ()) for name in _ACTIVATED[last]]
+            # An expert scales what it activates by the probability it was handed.
+            found = [i for each in outs for i in each] + [
+                i for i in self._ports.get(head, ()) if self.sites[i].parsed.port == "in.1"
+            ]
+            return self._both(found) if all(outs) else ()
+        expert = _EXPERT.match(site.path)
+        return self._both(self._ports.get(expert["experts"], ())) if expert else ()
+
+    def _both(self, found: Sequence[int]) -> tuple[int, ...]:
+        return tuple(found) if all(self.sites[i].matched for i in found) else ()
 
     def _is_attention(self, i: int) -> bool:
         pair = self.sites[i]

@@ -113,7 +113,7 @@ class Classifier:
         self._keep_key_flags(i, present, differs, where)
         self._note(i, differs)
         self._gap = self._gap & ~present if flow.is_port else ~present
-        if self.oracle is not None and not flow.is_port:
+        if self.oracle is not None and not self.flows.sites[i].parsed.is_input:
             codes = refine(codes, self.flows.sites[i].name, self.pairs, self.oracle)
         result = SiteKinds(self._kept(codes), self._kept(inputs))
         self.done.append(result)

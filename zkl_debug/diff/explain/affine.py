@@ -223,7 +223,9 @@ def column_permutation(e: Evidence) -> Finding | None:
         f"{e.side(True)} holds the columns of {e.side(False)} {kind}, bit for bit in all {len(pair.left)} rows: "
         f"{evidence['moved']} of {len(moved)} moved ({how})"
     )
-    return Finding("column-permutation", text, evidence, Strength.EXACT, ("reduction-order", "constant-ratio"))
+    return Finding(
+        "column-permutation", text, evidence, Strength.EXACT, ("reduction-order", "constant-ratio", "other-weights")
+    )
 
 
 def _pattern(moved: Ints, shape: tuple[int, ...]) -> str:

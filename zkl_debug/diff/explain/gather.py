@@ -149,8 +149,15 @@ def _inputs(chosen: Chosen, pairs: Ints) -> dict[str, Port]:
     """The operator's own input ports in some pairs."""
     found: dict[str, Port] = {}
     own = chosen.comparison.sites[chosen.site].parsed
-    if own.is_input or not len(pairs):
+    if not len(pairs):
         return found
+    if own.is_input:
+        # What an activation makes its value of goes by the names of what it is made of.
+        made = {
+            chosen.comparison.sites[i].parsed: port(chosen, i, pairs)
+            for i in chosen.comparison.flows.made_of(chosen.site)
+        }
+        return {f"{name.operator}:{name.port}": values for name, values in made.items() if values is not None}
     for i, pair in enumerate(chosen.comparison.sites):
         if pair.parsed.owner == own.owner and pair.parsed.is_input and not pair.differ:
             values = port(chosen, i, pairs)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from zkl_debug.diff.explain.model import Evidence, Finding, Port, Strength, Values
-from zkl_debug.diff.explain.numeric import narrower, rounded, same_values, spacing
+from zkl_debug.diff.explain.numeric import mantissa, narrower, rounded, same_values, spacing
 from zkl_debug.schema import Json
 
 _LEAST = 16  # elements that must say the same
+_CHANCE_BITS = 96  # bits by which elements must agree with a rounding to be no chance
 
 
 def extra_rounding(e: Evidence) -> Finding | None:
@@ -21,7 +22,7 @@ def extra_rounding(e: Evidence) -> Finding | None:
         fits = [n for n in narrower(plain.dtype) if bool(same_values(rounded(plain.real, n), rounded_side.real).all())]
         if fits:
             return _exact(e, fits, right, plain)
-    return _on_grid(e, pair)
+    return _in_part(e, pair) or _on_grid(e, pair)
 
 
 def _exact(e: Evidence, fits: list[str], right: bool, plain: Values) -> Finding:
@@ -42,6 +43,32 @@ def _exact(e: Evidence, fits: list[str], right: bool, plain: Values) -> Finding:
             text += f"; {int((~kept).sum())} of {len(kept)} equal rows would have changed too, so they were not rounded"
     replaces = ("reduction-order", "constant-ratio", "constant-offset", "eps", "norm-rounding-order")
     return Finding("extra-rounding", text, evidence, Strength.EXACT, replaces)
+
+
+def _in_part(e: Evidence, pair: Port) -> Finding | None:
+    """Only some elements of the rows were rounded, such as those of one expert: each that differs, and exactly."""
+    differ = pair.left.bits != pair.right.bits
+    count = int(differ.sum())
+    for right in (True, False):
+        side, plain = (pair.right, pair.left) if right else (pair.left, pair.right)
+        for name in narrower(plain.dtype):
+            # An element on the grid by chance costs one bit for every bit of the mantissa that is dropped.
+            if count * (mantissa(plain.dtype) - mantissa(name)) < _CHANCE_BITS:
+                continue
+            target = rounded(plain.real, name)
+            changes = ~same_values(target, plain.real)
+            if not bool((changes & same_values(target, side.real))[differ].all()):
+                continue
+            spared = int((changes & ~differ).sum())
+            evidence: dict[str, Json] = {"dtype": name, "side": e.side(right), "exact": True, "elements": count}
+            evidence |= {"of": int(differ.size), "left_alone": spared}
+            text = (
+                f"{e.side(right)} equals {e.side(not right)} after one more rounding to {name}, in all {count} "
+                f"elements that differ; {spared} others in these rows would have changed too and were left alone"
+            )
+            replaces = ("reduction-order", "constant-ratio", "constant-offset")
+            return Finding("extra-rounding", text, evidence, Strength.EXACT, replaces)
+    return None
 
 
 def _on_grid(e: Evidence, pair: Port) -> Finding | None:

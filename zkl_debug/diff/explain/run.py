@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.explain import (
+    activation,
     affine,
     attention,
     counts,
@@ -108,6 +109,7 @@ TESTS = (
     Test("row-permutation", moe.routing_permutation, _routing, _is_router),
     Test("not-applied", elementwise.not_applied, _input, _wide),
     Test("uninitialised", rows.uninitialised, _bits, _wide),
+    Test("activation", activation.activation, activation.missing, activation.applies),
     Test("extra-rounding", rounding.extra_rounding, _bits),
     Test("signed-zero", elementwise.signed_zero, _bits, _wide),
     Test("flushed-to-zero", elementwise.flushed_to_zero, _bits, _wide),
