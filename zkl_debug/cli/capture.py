@@ -66,12 +66,6 @@ def command(
 ) -> int:
     """Run a bed and capture its sides into DIR/train and DIR/gen; or run a program and capture its models into DIR.
 
-    \b
-    zkl-debug capture --bed tiny-gpt --stack off --out captures/off
-    zkl-debug capture --side train --out captures/train -- python score.py
-    zkl-debug capture --side gen --out captures/gen -- torchrun --nproc-per-node 2 generate.py
-    zkl-debug diff captures/train captures/gen
-
     A program needs no change: models of megatron-core and transformers are found when they first run, in every process
     it starts. Its streams and its exit status stay its own.
     """

@@ -16,7 +16,7 @@ KINDS = ("auto", "sglang", "files", "logprobs", "trace")
 EPILOG = """\b
 Examples:
   zkl-debug ingest dump_20260101 --side gen --out captures/gen        # a folder of SGLang's dumper
-  zkl-debug ingest acts --pattern '{layer}.{name}_{step}.npy' --pattern '{name}_{step}.npy' \
+  zkl-debug ingest acts --pattern '{layer}.{name}_{step}.npy' --pattern '{name}_{step}.npy' \\
       --order embed,qkv,attn,mlp,norm --side train --out train
   zkl-debug ingest acts --pattern 'step{step}.npz::{layer}.{name}' --ids tokens.npy --side gen --out gen
   zkl-debug ingest rollout_0.pt --out gen.npz                         # slime or miles: log-probs
