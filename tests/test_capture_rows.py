@@ -89,3 +89,7 @@ def test_permutation_brings_expert_rows_back_in_expert_order() -> None:
     assert table is not None
     assert table.tolist() == [[0, 3], [1, 2]]
     assert Permutation(np.array([0, 0, 1]), np.array([0, 1, 1])).per_token(2) is None
+    fewer = Permutation(np.array([0, 0, 1]), np.array([0, 1, 1]), topk=2).per_token(2)
+    assert fewer is not None
+    assert fewer.tolist() == [[0, 1], [2, -1]]
+    assert Permutation(np.array([0, 0, 1]), np.array([0, 1, 1]), topk=1).per_token(2) is None

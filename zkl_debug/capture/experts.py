@@ -25,19 +25,52 @@ class Permutation:
         slot: token slot of each permuted row, shape [m].
         expert: global expert id of each permuted row, shape [m].
         first_expert: global id of this rank's first local expert.
+        topk: experts a token has at most, where some may have fewer because tokens are dropped; 0: all have as many.
     """
 
     slot: NDArray[np.int64]
     expert: NDArray[np.int64]
     first_expert: int = 0
+    topk: int = 0
 
     def per_token(self, n_slots: int) -> NDArray[np.int64] | None:
-        """Permuted rows of each slot in ascending expert order, shape [n_slots, k]; None if k is not uniform."""
+        """Permuted rows of each slot in ascending expert order, shape [n_slots, k], -1 behind the last of a slot.
+
+        None where slots have different numbers of experts and ``topk`` is not known, or more than that.
+        """
         counts = np.bincount(self.slot, minlength=n_slots)
-        if n_slots == 0 or len(counts) != n_slots or counts[0] == 0 or (counts != counts[0]).any():
+        if n_slots == 0 or len(counts) != n_slots or counts.max() == 0:
             return None
         order = np.lexsort((self.expert, self.slot))
-        return order.reshape(n_slots, int(counts[0]))
+        k = self.topk or int(counts[0])
+        if (counts == k).all():
+            return order.reshape(n_slots, k)
+        if not self.topk or (counts > k).any():
+            return None
+        table = np.full((n_slots, k), -1, np.int64)
+        slot = self.slot[order]
+        table[slot, np.arange(len(order)) - (np.cumsum(counts) - counts)[slot]] = order
+        return table
+
+
+def choice_as_map(weights: torch.Tensor, ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A router's choice told as ids, [t, k] each, in the form of training: weights [t, experts] and a map [t, experts].
+
+    Ids outside 0 .. experts - 1 stand for no expert.
+    """
+    at = torch.where((ids >= 0) & (ids < experts), ids, experts).long()
+    shape = (*ids.shape[:-1], experts + 1)
+    spread = torch.zeros(shape, dtype=weights.dtype, device=weights.device).scatter(-1, at, weights.detach())
+    chosen = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter(-1, at, True)
+    return spread[..., :experts], chosen[..., :experts]
+
+
+def is_choice_by_id(weights: object, ids: object, experts: int) -> bool:
+    """Whether two tensors are a router's choice told as ids of fewer than all experts."""
+    if not isinstance(weights, torch.Tensor) or not isinstance(ids, torch.Tensor):
+        return False
+    whole = ids.dtype in (torch.int16, torch.int32, torch.int64)
+    return whole and weights.shape == ids.shape and ids.ndim >= 2 and ids.shape[-1] < experts
 
 
 def set_permutation(session: CaptureSession, moe_path: str, permutation: Permutation) -> None:
@@ -57,8 +90,8 @@ def get_permutation(session: CaptureSession, moe_path: str) -> Permutation | Non
 def record_expert_rows(session: CaptureSession, name: str, tensor: torch.Tensor, kind: SiteKind, semantic: str) -> bool:
     """Record an expert-side tensor by token.
 
-    A tensor over all permuted rows becomes rows [k, *] per token (ascending expert id); a tensor of one local expert
-    becomes rows of the tokens routed to it.
+    A tensor over all permuted rows becomes rows [k, *] per token (ascending expert id; zeros where a token that was
+    dropped somewhere has fewer experts); a tensor of one local expert becomes rows of the tokens routed to it.
 
     Returns:
         Whether rows were recorded; a tensor that fits neither form is listed as having no token rows.
@@ -95,8 +128,12 @@ def _all_experts(
     if table is None:
         return None
     wanted = table[slots]  # [n, k]
+    rows = tensor.detach()
+    if (wanted < 0).any():
+        rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+        wanted = np.where(wanted < 0, len(tensor), wanted)
     index = torch.from_numpy(np.ascontiguousarray(wanted.reshape(-1))).to(tensor.device)
-    gathered = tensor.detach().index_select(0, index).reshape(len(slots), wanted.shape[1], *tensor.shape[1:])
+    gathered = rows.index_select(0, index).reshape(len(slots), wanted.shape[1], *tensor.shape[1:])
     return RowView(gathered, None, np.arange(len(slots), dtype=np.uint32), tuple(gathered.shape[1:]))
 
 

@@ -33,6 +33,7 @@ class ModuleRule:
         flatten: store rows as one dimension.
         inputs: record input ports (off where one side passes its input in a holder that hooks must not open).
         outputs: record only the first so many tensors of the output; 0 for all.
+        choice: the output is a router's choice, told as weights and a map over the experts, or as weights and ids.
         expert_rows: the tensors are ordered by the expert permutation: ``all`` or ``one`` expert's.
     """
 
@@ -42,6 +43,7 @@ class ModuleRule:
     semantic: str = ""
     flatten: bool = False
     expert_rows: str = ""
+    choice: bool = False
     inputs: bool = True
     outputs: int = 0
 
@@ -110,6 +112,8 @@ class ModuleHooks:
             if session.frame is None:
                 return
             with session.guarded(f"{path}:out"):
+                if rule is not None and rule.choice:
+                    output = _as_map(module, output)
                 for index, tensor in enumerate(_tensors(output)):
                     if rule is not None and rule.outputs and index >= rule.outputs:
                         break
@@ -144,6 +148,16 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Ten
         value = kwargs.get(name)
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             yield value
+
+
+def _as_map(module: nn.Module, output: Any) -> Any:
+    """A router's choice in the form of training."""
+    from zkl_debug.capture.experts import choice_as_map, is_choice_by_id
+
+    experts = int(getattr(getattr(module, "config", None), "num_moe_experts", 0) or 0)
+    if isinstance(output, tuple) and len(output) == 2 and is_choice_by_id(*output, experts):
+        return choice_as_map(*output, experts)
+    return output
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -30,7 +30,7 @@ RULES: tuple[ModuleRule, ...] = (
     _rule(r"(?:.*\.)?word_embeddings", semantic="embedding", layout="bs"),
     _rule(r".*\.experts\.local_experts(?:\.\d+)?(?:\..+)?", semantic="expert", expert_rows="one"),
     _rule(r".*\.experts", semantic="experts", expert_rows="all"),
-    _rule(r".*\.router", semantic="router"),
+    _rule(r".*\.router", semantic="router", choice=True),
     _rule(r".*(?:layernorm|_norm|\.norm)", semantic="norm"),
     _rule(r".*\.linear_\w+|output_layer", semantic="linear"),
 )

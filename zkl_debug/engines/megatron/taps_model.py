@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zkl_debug.capture.experts import Permutation, record_expert_rows, set_permutation
+from zkl_debug.capture.experts import (
+    Permutation,
+    choice_as_map,
+    is_choice_by_id,
+    record_expert_rows,
+    set_permutation,
+)
 from zkl_debug.schema import SiteKind
 
 if TYPE_CHECKING:
@@ -205,6 +211,9 @@ def _residual(capture: Capture, operator: str, function: Callable[..., Any]) -> 
     return make
 
 
+_IN_TOPK = "in_topk"
+
+
 # ---- mixture of experts -------------------------------------------------------------------------------------------
 def _gating(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
@@ -222,22 +231,39 @@ def _gating(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any
 
 
 def _topk(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A choice told as ids (``dense_output``) is recorded as the map over all experts that training has."""
+
     @functools.wraps(function)
     def tapped(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        frame = capture.session.frame
+        if torch.compiler.is_compiling() or frame is None or frame.scratch.get(_IN_TOPK):
+            return function(logits, *args, **kwargs)  # the function round it is tapped
         if _active(capture):
             with capture.session.guarded("router.topk"):
                 _record(capture, "router.topk", "in.0", logits)
-        result = function(logits, *args, **kwargs)
+        frame.scratch[_IN_TOPK] = True
+        try:
+            result = function(logits, *args, **kwargs)
+        finally:
+            frame.scratch[_IN_TOPK] = False
         if _active(capture):
             with capture.session.guarded("router.topk"):
-                for index, value in enumerate(result):
+                told, experts = result, int(logits.shape[-1])
+                if is_choice_by_id(result[0], result[1], experts):
+                    told = choice_as_map(result[0], result[1], experts)
+                for index, value in enumerate(told):
                     _record(capture, "router.topk", f"out.{index}", value)
-                chosen = result[1]
+                chosen = told[1]
                 if isinstance(chosen, torch.Tensor) and chosen.dtype == torch.bool and chosen.ndim == 2:
                     capture.session.record_call(site(capture, "router.counts", "out.0"), chosen.sum(0), "expert_counts")
         return result
 
     return tapped
+
+
+def _static_topk(capture: Capture, function: Callable[..., Any]) -> Any:
+    """The compiled function of the inference router: a static method, and to stay one."""
+    return staticmethod(_topk(capture, function))
 
 
 def _permute(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,12 +283,19 @@ def _permute(capture: Capture, function: Callable[..., Any]) -> Callable[..., An
                     return result
                 pairs = routing_map.bool().T.nonzero()  # expert-major: the order of the permuted rows
                 if len(pairs) == result[0].shape[0]:
-                    found = Permutation(pairs[:, 1].cpu().numpy(), pairs[:, 0].cpu().numpy())
+                    config = getattr(capture.model, "config", None)
+                    most = int(getattr(config, "moe_router_topk", 0) or 0) if _drops(config) else 0
+                    found = Permutation(pairs[:, 1].cpu().numpy(), pairs[:, 0].cpu().numpy(), topk=most)
                     set_permutation(capture.session, path, found)
                 record_expert_rows(capture.session, f"{path}/permute:out.0", result[0], SiteKind.TAP, "permute")
         return result
 
     return tapped
+
+
+def _drops(config: Any) -> bool:
+    """Whether tokens may be dropped, so that some have fewer experts than others."""
+    return getattr(config, "moe_expert_capacity_factor", None) is not None
 
 
 def _unpermute(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -297,6 +330,7 @@ _TABLE: tuple[tuple[str, str, Tap], ...] = (
     (f"{_ATTENTION}:Attention", "flash_decode_and_prefill", _core_attention),
     (_ROUTER, "router_gating_linear", _gating),
     (_ROUTER, "topk_routing_with_score_function", _topk),
+    (f"{_ROUTER}:InferenceTopKRouter", "_compiled_topk_routing", _static_topk),
     (_DISPATCH, "permute", _permute),
     (_DISPATCH, "unpermute", _unpermute),
 )
