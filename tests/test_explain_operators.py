@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from explain_evidence import Real, both, evidence, names, rng, ulps, values
+from explain_evidence import Real, both, evidence, names, pair, rng, ulps, values
 
 from zkl_debug.diff.explain import Evidence
 from zkl_debug.diff.explain.attention import attention
@@ -144,6 +144,24 @@ def test_which_label_was_used() -> None:
     assert found is not None
     assert "first token of another sequence" in found.text
     assert label_fault(replace(e, parents=Labels((intended, intended), intended))) is None
+
+
+def test_a_log_prob_read_from_another_column_than_its_label() -> None:
+    table = values(log_softmax(LOGITS)[:12]).real
+    intended = np.arange(12) + 20
+    right = table[np.arange(12), np.minimum(intended, 22)][:, None]
+    right_rows = np.flatnonzero(intended > 22)
+    left = table[np.arange(12), intended][:, None]
+    e = evidence(left[right_rows], right[right_rows], site="logprobs/selected:out.0")
+    one = Labels(
+        (intended[right_rows], intended[right_rows]), intended[right_rows], table[right_rows], table[right_rows]
+    )
+    found = label_fault(replace(e, parents=one))
+    assert found is not None
+    assert (found.name, found.evidence["side"], found.evidence["example"]["used"]) == ("label-fault", "B (prefill)", 22)
+    assert "one and the same token" in found.text
+    noise = replace(e, out=pair(left[right_rows], left[right_rows] + 1e-3), parents=one)
+    assert label_fault(noise) is None
 
 
 # ---- experts ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -246,7 +248,36 @@ def label_fault(e: Evidence) -> Finding | None:
         wrong = (used != labels.intended) & (used >= 0)
         if wrong.any():
             return _wrong_label(e, labels, right, wrong)
+    return _read_elsewhere(e, labels)
+
+
+def _read_elsewhere(e: Evidence, labels: Labels) -> Finding | None:
+    """The label is right, and yet the log-prob is that of another token of the same row, bit for bit."""
+    pair = e.pair()
+    if pair is None or e.site.op.split("#")[0] != "selected":
+        return None
+    found = []
+    for side, table in ((pair.left, labels.table_left), (pair.right, labels.table)):
+        if table is None or len(table) != len(side) or len(labels.intended) != len(side):
+            return None
+        found.append(_column_of(side.real[:, 0], table, labels.intended))
+    for right in (False, True):
+        used = found[int(right)]
+        wrong = (used != labels.intended) & (used >= 0)
+        if int(wrong.sum()) >= _SHARE_OF_LABELS * len(used) and not (found[int(not right)] != labels.intended).any():
+            return _wrong_label(e, replace(labels, used=(found[0], found[1])), right, wrong)
     return None
+
+
+_SHARE_OF_LABELS = 0.9
+
+
+def _column_of(value: F64, table: F64, intended: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Token of the row whose log-prob is ``value``, [m]: the intended one if it fits, -1 where no single one does."""
+    same = table == value[:, None]
+    one = np.where(same.sum(axis=1) == 1, same.argmax(axis=1), -1)
+    inside = np.clip(intended, 0, table.shape[1] - 1)
+    return np.asarray(np.where(same[np.arange(len(same)), inside] & (inside == intended), intended, one))
 
 
 def _wrong_label(e: Evidence, labels: Labels, right: bool, wrong: Bools) -> Finding:
@@ -276,6 +307,7 @@ _LABEL_WORDS = {
     "argmax": "the most likely token (what was sampled greedily)",
     "first token of another sequence": "the first token of another sequence of the call",
     "zero": "token 0 (padding)",
+    "constant": "one and the same token",
 }
 
 
@@ -291,5 +323,7 @@ def _label_forms(labels: Labels, right: bool, wrong: Bools, used: NDArray[np.int
     table = labels.table if right else labels.table_left
     if table is not None:
         forms["argmax"] = int((table.argmax(axis=1)[wrong] == used[wrong]).sum())
+    if wrong.sum() >= 3 and len(np.unique(used[wrong])) == 1:
+        forms["constant"] = int(wrong.sum())
     forms["zero"] = int((used[wrong] == 0).sum())
     return {name: hits for name, hits in forms.items() if hits}
