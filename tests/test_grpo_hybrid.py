@@ -10,7 +10,9 @@ import torch
 from zkl_debug.beds.grpo.loop import open_loop, surroundings
 from zkl_debug.beds.grpo.options import GrpoOptions
 from zkl_debug.engines import mamba_reference as reference
+from zkl_debug.engines import mamba_scan
 from zkl_debug.engines.cpu import cpu_backend, quiet
+from zkl_debug.stack.mamba import one_scan
 
 HYBRID = GrpoOptions(
     layout="colocated-inference-model", hybrid=True, dtype="fp32", prefix_caching=False, groups=3, returns_at=0
@@ -26,9 +28,10 @@ def test_training_and_decode_are_one_recurrence_to_the_last_bit() -> None:
     weight, bias = torch.randn(conv, 4, generator=gen), torch.randn(conv, generator=gen)
     dt_bias, decay = torch.randn(heads, generator=gen), -torch.rand(heads, generator=gen) - 0.5
     skip = torch.randn(heads, generator=gen)
-    whole = reference.mamba_split_conv1d_scan_combined(
-        x, weight, bias, dt_bias, decay, skip, headdim=headdim, ngroups=groups
-    )
+    with one_scan():
+        whole = reference.mamba_split_conv1d_scan_combined(
+            x, weight, bias, dt_bias, decay, skip, headdim=headdim, ngroups=groups
+        )
     conv_state, state = torch.zeros(1, conv, 4), torch.zeros(1, heads, headdim, n)
     for t in range(length):
         z, xbc, dt = torch.split(x[:, t : t + 1], [inner, conv, heads], -1)
@@ -53,15 +56,18 @@ def test_the_recurrence_is_the_textbook_one() -> None:
     gen = torch.Generator().manual_seed(1)
     x, dt, b, c = (torch.randn(7, *s, generator=gen) for s in ((2, 3), (2,), (1, 4), (1, 4)))
     a, d, bias = -torch.rand(2, generator=gen), torch.randn(2, generator=gen), torch.randn(2, generator=gen)
-    got, _ = reference._scan_sequence(x, dt, a, b, c, d, None, bias, None)
     step = torch.nn.functional.softplus((dt + bias).double())
+    recurrent, _ = mamba_scan.recurrent(x, dt, a, b, c, d, bias, None)
+    blocks, _ = mamba_scan.chunked(x, dt, a, b, c, d, bias, None, 4)
+    assert not torch.equal(recurrent, blocks)
     for t in range(7):
         want = d.double()[:, None] * x[t].double()
         for s in range(t + 1):
             kept = torch.exp((step[s + 1 : t + 1] * a.double()).sum(0))
             dot = (c[t, 0].double() * b[s, 0].double()).sum()
             want = want + (kept * step[s])[:, None] * dot * x[s].double()
-        torch.testing.assert_close(got[t].double(), want, rtol=1e-5, atol=1e-5)
+        for got in (recurrent, blocks):
+            torch.testing.assert_close(got[t].double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_mcores_decode_cache_outlives_a_weight_swap_in_eval_and_train_drops_it() -> None:

@@ -23,6 +23,7 @@ class Bed:
         dtypes: dtypes it runs in.
         engine: ``cpu``, or the kind of GPU model (:data:`zkl_debug.engines.megatron.gpu.KINDS`).
         sizes: on a GPU, what ``small`` and ``full`` add to ``model``.
+        pattern: layers of a hybrid model, one letter each (:func:`zkl_debug.engines.megatron.hybrid.build_hybrid`).
     """
 
     name: str
@@ -31,6 +32,12 @@ class Bed:
     dtypes: tuple[str, ...] = DTYPES
     engine: str = "cpu"
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    pattern: str = ""
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether it has Mamba layers."""
+        return "M" in self.pattern
 
     @property
     def on_gpu(self) -> bool:
@@ -51,7 +58,7 @@ class Bed:
             return tuple(s.name for s in gpu_ladder(self, graphs=True))
         from zkl_debug.stack import ladder
 
-        return tuple(s.name for s in ladder())
+        return tuple(s.name for s in ladder(self.hybrid))
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -88,6 +95,12 @@ BEDS: dict[str, Bed] = {
             "tiny-moe",
             "the same with 8 experts, top-4, in layers 1-3 (all-to-all dispatcher, fp32 router)",
             {"layers": 4, "experts": 8, "topk": 4, "dense_layers": 1},
+        ),
+        Bed(
+            "tiny-hybrid",
+            "HybridModel: Mamba, attention, Mamba, 8 experts top-2, MLP; the same prompts, without prefix cache",
+            {"layers": 5, "experts": 8, "topk": 2, "dense_layers": 3},
+            pattern="M*ME-",
         ),
         _on_gpu("gpt-te", "te", "dense GPT of 1.1 B parameters, Transformer Engine spec", _DENSE),
         _on_gpu("gpt-infopt", "infopt", "the same with the inference-optimised spec", _DENSE),

@@ -105,10 +105,23 @@ def _side[T](
                 "a0_a2": compare_outputs(outputs(first), outputs(probed)),
             }
             capture.add_manifest("self_repeat", certification[side])
+        if side == "gen":
+            _engine_state(context, capture)
         capture.add_manifest("switches", {s.name: s.effective() for s in context.switches})
     if side == "gen":
         context.generator.record_graphs()  # without the probe's kernels
     return probed
+
+
+def _engine_state(context: BedContext, capture: Any) -> None:
+    """What the engine keeps in its recurrent slots when all is generated, under an event of its own."""
+    from zkl_debug.engines.megatron.kv import slot_records
+
+    with capture.session.guarded("engine state"):
+        records = slot_records(context.generator.context)
+        if records:
+            capture.session.event("generated", {"slots": len(records) // 2})
+            capture.session.state(records)
 
 
 def _capture(context: BedContext, side: str, folder: Path, record: RecordOptions) -> Any:

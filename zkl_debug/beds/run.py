@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -174,11 +174,14 @@ def open_bed(options: BedOptions) -> Iterator[BedContext]:
         return
     put_in = fault(options.fault, options.bed, options.dtype)
     options = put_in.adjust(options)
-    switches = resolve(options.stack, {**options.switches, **dict.fromkeys(options.one_sided, False)})
+    if known.hybrid:  # mcore then caches recurrent states as well, by kernels that a CPU has not
+        options = replace(options, prefix_caching=False)
+    changes = {**options.switches, **dict.fromkeys(options.one_sided, False)}
+    switches = resolve(options.stack, changes, known.hybrid)
     one_sided = _one_sided(options, switches)
 
     from zkl_debug.engines.cpu import cpu_backend
-    from zkl_debug.engines.megatron import generation, model, world
+    from zkl_debug.engines.megatron import generation, hybrid, model, world
     from zkl_debug.stack.switches import applied
 
     spec = model.ModelSpec(**{**known.model, **put_in.model})
@@ -186,8 +189,13 @@ def open_bed(options: BedOptions) -> Iterator[BedContext]:
         stack.enter_context(_threads(options.threads))
         stack.enter_context(cpu_backend())
         stack.enter_context(world.world())
+        if known.hybrid:
+            stack.enter_context(hybrid.mamba_backend())
         stack.enter_context(applied(switches))
-        built = model.build_model(spec, options.dtype, options.seed)
+        if known.hybrid:
+            built = hybrid.build_hybrid(spec, options.dtype, options.seed, known.pattern)
+        else:
+            built = model.build_model(spec, options.dtype, options.seed)
         generator = generation.DynamicGenerator(built, _gen_config(options, spec.max_length))
         yield BedContext(options, known, spec, built, generator, switches, put_in, one_sided)
 

@@ -31,6 +31,7 @@ class ModuleRule:
         layout: layout of the module's tensors where the shape is ambiguous.
         semantic: operator class of the module.
         flatten: store rows as one dimension.
+        tapped: record nothing here: taps see all of it.
         inputs: record input ports (off where one side passes its input in a holder that hooks must not open).
         outputs: record only the first so many tensors of the output; 0 for all.
         choice: the output is a router's choice, told as weights and a map over the experts, or as weights and ids.
@@ -44,6 +45,7 @@ class ModuleRule:
     flatten: bool = False
     expert_rows: str = ""
     choice: bool = False
+    tapped: bool = False
     inputs: bool = True
     outputs: int = 0
 
@@ -93,7 +95,7 @@ class ModuleHooks:
             if not session.enabled:
                 return
             session.path.append(path)
-            if session.frame is None or (rule is not None and not rule.inputs):
+            if session.frame is None or (rule is not None and (rule.tapped or not rule.inputs)):
                 return
             with session.guarded(f"{path}:in"):
                 for index, tensor in enumerate(_inputs(args, kwargs)):
@@ -109,7 +111,7 @@ class ModuleHooks:
                 return
             while session.path and session.path.pop() != path:
                 pass
-            if session.frame is None:
+            if session.frame is None or (rule is not None and rule.tapped):
                 return
             with session.guarded(f"{path}:out"):
                 if rule is not None and rule.choice:

@@ -282,12 +282,19 @@ class CaptureSession:
         return RowView(view.tensor.reshape(view.tensor.shape[0], width), view.take, view.row, (width,))
 
     def record_view(
-        self, name: str, view: RowView, *, kind: SiteKind, semantic: str = "", source: torch.Tensor | None = None
+        self,
+        name: str,
+        view: RowView,
+        *,
+        kind: SiteKind,
+        semantic: str = "",
+        source: torch.Tensor | None = None,
+        part: bool = False,
     ) -> None:
         """Record rows that were resolved by the caller (expert-permuted rows, label rows).
 
         ``source`` is the tensor the view was taken of; when the next hook sees the very same object its digests are
-        used again.
+        used again. ``part``: other rows of the site come, or came, in other calls of the frame.
         """
         frame = self._frame
         if frame is None or frame.rows.warmup or len(view.row) == 0 or not self.wants(name):
@@ -295,7 +302,8 @@ class CaptureSession:
         if self.recording:
             self.out_of_reach(name, "its rows are known on the host only, after the call")
             return
-        name = self.occurrence(frame, name)
+        name = self.occurrence(frame, name) if not part else name
+        frame.seen.setdefault(name, 1)
         meta = self._meta(name, view, kind, semantic)
         if self.forcing is not None:
             table = np.concatenate([frame.rows.rows, *frame.labels]) if frame.labels else frame.rows.rows

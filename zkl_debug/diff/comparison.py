@@ -11,9 +11,9 @@ import numpy as np
 from zkl_debug.diff.compare import SiteRows, locate
 from zkl_debug.diff.edges import Pairs, build_pairs
 from zkl_debug.diff.first import EdgeFirst, edge_firsts, primary_edge
-from zkl_debug.diff.flow import FlowMap
+from zkl_debug.diff.flow import STATE_READ, FlowMap
 from zkl_debug.diff.kinds import Classifier, ReplayOracle, SiteKinds
-from zkl_debug.diff.model import Bools, CaptureLike, Skip
+from zkl_debug.diff.model import Bools, CaptureLike, Kind, Skip
 from zkl_debug.diff.rows import RowSpace, build_rows
 from zkl_debug.diff.sites import SitePair, join_sites
 from zkl_debug.diff.sitework import Runner, SiteWork, in_process
@@ -61,16 +61,27 @@ class Comparison:
 
     @cached_property
     def firsts(self) -> dict[str, EdgeFirst | None]:
-        """First divergence of every edge; what was fed to the model is not a site that can be blamed."""
+        """First divergence of every edge.
+
+        What was fed to the model is not a site that can be blamed; nor is a state that was read as it was written.
+        """
         blank = np.zeros(len(self.pairs), np.uint8)
         silent = SiteKinds(blank, blank)
         pairs = zip(self.sites, self.done, strict=True)
-        return edge_firsts(self.pairs, [silent if site.is_input else kinds for site, kinds in pairs])
+        return edge_firsts(self.pairs, [silent if site.is_input else _blamed(site, kinds) for site, kinds in pairs])
 
     @cached_property
     def edge(self) -> str | None:
         """The edge to name."""
         return primary_edge(self.pairs, self.done, self.firsts)
+
+
+def _blamed(site: SitePair, kinds: SiteKinds) -> SiteKinds:
+    """Without rows whose state was wrong when it was written: later in the order of sites, but in an earlier call."""
+    if site.meta.semantic != STATE_READ:
+        return kinds
+    kept = np.where(kinds.kind == Kind.PROPAGATED, np.uint8(Kind.EQUAL), kinds.kind)
+    return SiteKinds(kept, kinds.inputs)
 
 
 def compare(
@@ -120,7 +131,8 @@ def compare(
         classifier.add(outcome.present, outcome.differs, locate(pair, space))
         if not pair.is_input:
             tally.count(outcome.present, outcome.differs)
-            if first_only and stopped is None and outcome.differs.any() and i + 1 < len(sites):
+            blamed = outcome.differs.any() and _blamed(pair, classifier.done[-1]).differs.any()
+            if first_only and stopped is None and blamed and i + 1 < len(sites):
                 stopped = i
     if isinstance(outcomes, Generator):
         outcomes.close()

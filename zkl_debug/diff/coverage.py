@@ -9,6 +9,7 @@ import numpy as np
 
 from zkl_debug.diff.compare import SiteRows
 from zkl_debug.diff.edges import Pairs
+from zkl_debug.diff.flow import is_state
 from zkl_debug.diff.model import MAIN_EDGES, Bools, CaptureLike, Ints, Skip, fact
 from zkl_debug.diff.rows import RowSpace
 from zkl_debug.diff.sites import SitePair, site_skips
@@ -96,9 +97,11 @@ def measure(
     generated = (flags & np.uint32(RowFlag.GENERATED)) != 0
     skips = [*site_skips(sites, a, b), *extra, *_row_skips(space, tails, compared), *_edge_skips(pairs)]
     skips += [skip for name, capture in zip(_NAMES, (a, b), strict=True) for skip in capture_skips(name, capture)]
-    names = {pair.name for pair in sites}
-    expected = names | _expected(a) | _expected(b)
-    unmatched = any(not pair.matched for pair in sites)
+    # A state handed from call to call is nothing that a side of whole sequences could have.
+    alone = {pair.name for pair in sites if is_state(pair) and not pair.matched}
+    names = {pair.name for pair in sites} - alone
+    expected = names | (_expected(a) | _expected(b)) - alone
+    unmatched = any(not pair.matched for pair in sites if pair.name not in alone)
     lost = any(skip.what.startswith(("lost ", "rows of site ")) for skip in skips)
     normal = ~space.label & ~tails
     labels = space.label & ~_beyond(space)

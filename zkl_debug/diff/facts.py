@@ -169,6 +169,7 @@ def row_facts(comparison: Comparison) -> RowFacts:
         "place in call": place["place"],
         "rows after the chunk's first": space.position - place["start"],
         "rows before the chunk's last": place["stop"] - space.position,
+        "position of the chunk's first row": place["start"],
         "micro-batch": frame["micro_batch"],
         "weight version": frame["weight_version"],
     }
@@ -184,6 +185,7 @@ def row_facts(comparison: Comparison) -> RowFacts:
         "first sequence in call": (place["place"] == 0).astype(np.int64),
         "last sequence in call": (place["place"] == place["places"] - 1).astype(np.int64),
         "packed": _packed(frame, space),
+        "reused recurrent slot": _reused(comparison),
     }
     nominal = {"graph bucket": frame["graph"], "rank": frame["rank"], "frame": frame["frame"]}
     shared = {
@@ -249,6 +251,17 @@ def _places(space: RowSpace, call: Ints) -> dict[str, Ints]:
         "places": places[call].astype(np.int64),
         "rows in call": rows[call].astype(np.int64),
     }
+
+
+def _reused(comparison: Comparison) -> Ints:
+    """Rows of requests whose recurrent slot was another request's before, by the events of the captures."""
+    space = comparison.space
+    found = np.zeros(space.n_rows, np.int64)
+    for side, capture in enumerate((comparison.a, comparison.b)):
+        events: Any = getattr(capture, "events", ())
+        requests = [e.detail["request"] for e in events if e.name == "recurrent_slot" and e.detail["previous"] >= 0]
+        found[(space.side == side) & np.isin(space.sample, np.asarray(requests, np.uint64))] = 1
+    return found
 
 
 def _cached(space: RowSpace) -> Ints:

@@ -2,6 +2,8 @@
 
 A causal row depends on other rows only through attention and recurrent mixers. An attention output at position p
 reads q at p and K, V of every row up to p; a module that contains an attention reads its input at every row up to p.
+A scan or convolution at p reads its inputs at every row up to p and, where an earlier call has run some of these, the
+state that this call left behind: a state read at p is what was written one token before.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ class Via(IntEnum):
 
     ROW = 0  # the same row
     HISTORY = 1  # the same row and every row before it in the prefix
-    PARENT = 2  # the row one token earlier (label rows)
+    PARENT = 2  # the row one token earlier (label rows, states)
+    STATE = 3  # what an earlier call left behind: the state that this row's call started from
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,10 @@ _MIXES_ROWS = re.compile(
 # Parts of a fused linear layer, as the join of names files them.
 _PARTS = frozenset({"q", "k", "v", "gate", "up"})
 _RECURRENT = frozenset({"ssm", "scan", "conv"})
+#: Operators of a mixer, by the state that they carry from call to call.
+_CARRIES = {"scan": "ssm_state", "conv": "conv_state"}
+STATE_READ, STATE_WRITE = "state_read", "state_write"
+_STATES = frozenset({STATE_READ, STATE_WRITE})
 # Modules whose only input is token and position ids, which the row key holds.
 _FROM_TOKENS = re.compile(
     r"(?:^|\.)(?:embedding|word_embeddings|embed_tokens|wte|wpe|position_embeddings|tokentype_embeddings)(?:\.|$)"
@@ -95,13 +102,49 @@ class FlowMap:
         ports = self._ports.get(site.owner, [])
         if self._is_attention(i):
             return self._attention(ports, container)
+        if is_state(self.sites[i]):
+            return self._state(i, container)
         mixes = self._mixes_rows(i)
         feeds = [Feed(port, Via.HISTORY if mixes else Via.ROW) for port in ports]
         feeds += self._known(site.path, site.op)
         feeds += self._routing(site.owner)
         feeds += self._scales(i)
         from_tokens = not ports and (site.op == "label" or bool(_FROM_TOKENS.search(site.path)))
-        return Flow(tuple(feeds), bool(feeds) or from_tokens, False, container)
+        from_weights = self.sites[i].meta.semantic == "ssm_weights"  # of which a diff has seen that they are equal
+        complete = bool(feeds) or from_tokens or from_weights
+        return Flow((*feeds, *self._carried(i)), complete, False, container)
+
+    def carries_state(self, i: int) -> bool:
+        """Whether the operator hands a state from call to call."""
+        return self.sites[i].parsed.op.split("#")[0] in _CARRIES and not self.sites[i].parsed.is_input
+
+    def state_sites(self, i: int) -> tuple[int | None, int | None]:
+        """Where the state that an operator carries is (read, written); None where it was not captured."""
+        site = self.sites[i].parsed
+        state = _CARRIES.get(site.op.split("#")[0], site.op.partition(".")[0])
+        found = (self._all_outs(f"{site.path}/{state}.{end}", Via.ROW) for end in ("read", "write"))
+        read, written = (feeds[0].site if feeds else None for feeds in found)
+        return read, written
+
+    def _carried(self, i: int) -> list[Feed]:
+        """What a recurrent operator reads besides its ports: the state, and what a scan was given of its weights."""
+        site = self.sites[i].parsed
+        if not self.carries_state(i):
+            return []
+        weights = self._all_outs(f"{site.path}/ssm_weights", Via.HISTORY) if site.op.startswith("scan") else []
+        return [*weights, Feed(i, Via.STATE)]
+
+    def _state(self, i: int, container: str) -> Flow:
+        """A state that is read is what was written behind the row before; one that is written is the operator's."""
+        site = self.sites[i].parsed
+        written = self.state_sites(i)[1]
+        if self.sites[i].meta.semantic == STATE_READ:
+            feeds = () if written is None else (Feed(written, Via.PARENT),)
+            return Flow(feeds, written is not None, False, container)
+        operator = next(op for op, state in _CARRIES.items() if site.op.startswith(state))
+        ports = [Feed(port, Via.HISTORY) for port in self._ports.get(f"{site.path}/{operator}", [])]
+        carried = [feed for out in self._outs.get(f"{site.path}/{operator}", [])[:1] for feed in self._carried(out)]
+        return Flow((*ports, *carried), bool(ports), False, container)
 
     def made_of(self, i: int) -> tuple[int, ...]:
         """Sites that alone make the value of an input port; empty where that is not known, or one is not captured."""
@@ -166,6 +209,11 @@ class FlowMap:
 
     def _all_outs(self, owner: str, via: Via) -> list[Feed]:
         return [Feed(i, via) for i in self._outs.get(owner, ())]
+
+
+def is_state(pair: SitePair) -> bool:
+    """Whether a site is a state handed from one call of an engine to the next."""
+    return pair.meta.semantic in _STATES
 
 
 def enclosing(pair: SitePair) -> list[str]:

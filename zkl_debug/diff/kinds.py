@@ -9,10 +9,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from zkl_debug.diff.carried import CarriedState
 from zkl_debug.diff.codes import CodeKeeper, Codes
 from zkl_debug.diff.compare import SiteRows
 from zkl_debug.diff.edges import Pairs
-from zkl_debug.diff.flow import Flow, FlowMap, Via, enclosing
+from zkl_debug.diff.flow import STATE_WRITE, Flow, FlowMap, Via, enclosing, is_state
+from zkl_debug.diff.keyed import KeyFlags, differing_keys, key_flags
 from zkl_debug.diff.model import Bools, Ints, Kind
 from zkl_debug.diff.rows import RowSpace, ancestor_tables, any_ancestor
 
@@ -91,9 +93,10 @@ class Classifier:
         self._seen_keys = np.zeros((3, space.n_keys), np.bool_)
         self._inside: dict[str, Bools] = {path: np.zeros(len(pairs), np.bool_) for path in flows.containers}
         self._last_port = {pair.parsed.path: i for i, pair in enumerate(flows.sites) if not pair.parsed.op}
-        self._key_flags: dict[int, tuple[Bools, Bools]] = {}
-        self._history: dict[int, tuple[Bools, Bools]] = {}
         self._kept = CodeKeeper()
+        self._key_flags: dict[int, KeyFlags] = {}
+        self._history: dict[int, KeyFlags] = {}
+        self._carried = CarriedState(flows, space, pairs, self._tables)
 
     def add(self, present: Bools, differs: Bools, where: SiteRows) -> SiteKinds:
         """Classify the next site.
@@ -112,7 +115,8 @@ class Classifier:
             codes, inputs = self._judge(flow, codes, differs)
         self._keep_key_flags(i, present, differs, where)
         self._note(i, differs)
-        self._gap = self._gap & ~present if flow.is_port else ~present
+        if not is_state(self.flows.sites[i]):  # handed over between calls only: most rows have none
+            self._gap = self._gap & ~present if flow.is_port else ~present
         if self.oracle is not None and not self.flows.sites[i].parsed.is_input:
             codes = refine(codes, self.flows.sites[i].name, self.pairs, self.oracle)
         result = SiteKinds(self._kept(codes), self._kept(inputs))
@@ -129,6 +133,11 @@ class Classifier:
         unknown = np.zeros(len(codes), np.bool_)
         known = np.zeros(len(codes), np.bool_)
         for feed in flow.feeds:
+            if feed.via is Via.STATE:  # known from what is compared of it: it never hides an input
+                read, _ = self.flows.state_sites(feed.site)
+                read_kinds = self.done[read] if read is not None and read < len(self.done) else None
+                dirty |= self._carried.dirty(feed.site, None if read_kinds is None else read_kinds.differs)
+                continue
             feed_dirty, feed_unknown = self._feed(feed.site, feed.via)
             dirty |= feed_dirty
             unknown |= feed_unknown
@@ -156,7 +165,7 @@ class Classifier:
                 nothing = np.zeros(len(self.pairs), np.bool_)
                 return nothing, ~nothing
             return kinds.differs, ~kinds.present
-        flags = self._history_of(site) if via is Via.HISTORY else self._key_flags.get(site)
+        flags = self._history_of(site) if via is Via.HISTORY else self._flags_of(site)
         if flags is None:
             nothing = np.zeros(len(self.pairs), np.bool_)
             return nothing, ~nothing
@@ -165,9 +174,15 @@ class Classifier:
             return flags[0][self.pairs.sides, key], flags[1][self.pairs.sides, key]
         parent = np.minimum(self.space.parent[key], self.space.n_keys - 1)
         there = self.space.parent[key] < self.space.n_keys
-        return flags[0][self.pairs.sides, parent] & there, flags[1][self.pairs.sides, parent] | ~there
+        unknown = (flags[1][self.pairs.sides, parent] & there) | self.space.orphan[key]
+        return flags[0][self.pairs.sides, parent] & there, unknown
 
-    def _history_of(self, site: int) -> tuple[Bools, Bools] | None:
+    def _flags_of(self, site: int) -> KeyFlags | None:
+        if self.flows.sites[site].meta.semantic == STATE_WRITE:  # comes after what reads it in the order of sites
+            return self._carried.flags(site)
+        return self._key_flags.get(site)
+
+    def _history_of(self, site: int) -> KeyFlags | None:
         if site not in self._key_flags:
             return None
         if site not in self._history:
@@ -183,22 +198,11 @@ class Classifier:
         """Remember, per row key and for A, B and both: do any copies differ, and was it captured at all."""
         if not self._is_read_later(site):
             return
-        dirty = self._by_key(differs & present)
-        has = np.zeros((2, self.space.n_keys), np.bool_)
-        rows = np.flatnonzero(where.at >= 0)
-        has[self.space.side[rows], self.space.key[rows]] = True
-        self._key_flags[site] = (dirty, ~np.stack([has[0], has[1], has[0] & has[1]]))
+        self._key_flags[site] = key_flags(self.space, self.pairs, present, differs, where)
 
     def _is_read_later(self, site: int) -> bool:
         name = self.flows.sites[site].parsed
-        return name.is_input or name.op == "log_softmax"
-
-    def _by_key(self, differs: Bools) -> Bools:
-        flags = np.zeros((3, self.space.n_keys), np.bool_)
-        chosen = np.flatnonzero(differs)
-        flags[self.pairs.sides[chosen], self.pairs.key[chosen]] = True
-        flags[2] |= flags[0] | flags[1]
-        return flags
+        return name.is_input or name.op == "log_softmax" or self.flows.sites[site].meta.semantic == "ssm_weights"
 
     def _anything_earlier(self) -> Bools:
         """Pairs in which an earlier site differs, in the row itself or in a row before it."""
@@ -208,7 +212,7 @@ class Classifier:
     def _note(self, site: int, differs: Bools) -> None:
         if differs.any():
             self._seen |= differs
-            self._seen_keys |= self._by_key(differs)
+            self._seen_keys |= differing_keys(self.space, self.pairs, differs)
             for path in enclosing(self.flows.sites[site]):
                 if path in self._inside:
                     self._inside[path] |= differs

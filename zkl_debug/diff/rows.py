@@ -246,3 +246,33 @@ def any_ancestor(flag: Bools, tables: list[Ints]) -> Bools:
     for hop in tables:
         found = found | found[hop]
     return found[:-1]
+
+
+def ancestor_at(key: Ints, steps: Ints, tables: list[Ints]) -> Ints:
+    """The ancestor of each key so many tokens back; K where there is none.
+
+    Args:
+        key: [n].
+        steps: [n], not negative.
+        tables: of :func:`ancestor_tables`.
+    """
+    at = key.copy()
+    if not tables:
+        alone: Ints = np.where(steps > 0, -1, at)
+        return alone
+    for bit, hop in enumerate(tables):
+        at = np.where((steps >> bit) & 1 == 1, hop[at], at)
+    beyond = steps >> len(tables) > 0
+    found: Ints = np.where(beyond, len(tables[0]) - 1, at)
+    return found
+
+
+def call_starts(space: RowSpace) -> Ints:
+    """The first position of its sequence in the call of each unified row, int64 [U]: where a chunk begins."""
+    plain = ~space.label[space.key]
+    group, first = group_ids([space.side, space.frame, space.sample])
+    start = np.full(len(first), np.iinfo(np.int64).max)
+    at = np.flatnonzero(plain)
+    np.minimum.at(start, group[at], space.position[at])
+    found: Ints = np.minimum(start[group], space.position)
+    return found

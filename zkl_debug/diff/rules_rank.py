@@ -8,6 +8,8 @@ _SHAPE = ("rows in call", "longest query in call", "sequences in call")
 # What the operator's kernels look at first when they choose how to run.
 _SHAPE_OF = {
     "core_attention": ("longest query in call", "sequences in call", "rows in call"),
+    "scan": ("longest query in call", "rows in call", "sequences in call"),
+    "conv": ("longest query in call", "rows in call", "sequences in call"),
     "log_softmax": ("sequences in call", "rows in call", "longest query in call"),
     "selected": ("sequences in call", "rows in call", "longest query in call"),
     "label": ("sequences in call", "rows in call", "longest query in call"),
@@ -18,6 +20,7 @@ _ORDER = (
     "chunk edge",
     "first decode token",
     "packed",
+    "reused recurrent slot",
     "first sequence in call",
     "last position of its sequence in call",
     "position",
@@ -36,6 +39,7 @@ _ORDER = (
     "rank",
     "rows after the chunk's first",
     "rows before the chunk's last",
+    "position of the chunk's first row",
 )
 _SELDOM = ("generated", "masked by the loss", "sample", "token", "micro-batch", "frame")
 _OPERATION = {"is": 0.0, ">=": 0.0, "<=": 0.0, "is not": 0.1, "==": 0.1, "in": 0.3, "!=": 0.4}

@@ -188,7 +188,12 @@ def site_skips(sites: Sequence[SitePair], a: CaptureLike, b: CaptureLike) -> lis
     for pair in sites:
         if pair.a is None or pair.b is None:
             here, there = ("B", a) if pair.a is None else ("A", b)
-            skips.append(Skip(f"site {pair.name}", f"captured by {here} only{_why(pair.name, there)}"))
+            why = (
+                ": a state handed from call to call"
+                if pair.meta.semantic.startswith("state_")
+                else _why(pair.name, there)
+            )
+            skips.append(Skip(f"site {pair.name}", f"captured by {here} only{why}"))
         elif not pair.differ and pair.a.meta.row_shape != pair.b.meta.row_shape:
             shapes = f"{list(pair.a.meta.row_shape)} on A, {list(pair.b.meta.row_shape)} on B"
             skips.append(Skip(f"layout of {pair.name}", f"compared as flat rows: {shapes}"))

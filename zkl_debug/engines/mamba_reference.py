@@ -1,8 +1,9 @@
 """The state-space kernels of Mamba-2 in plain torch: what mcore calls where mamba_ssm and causal_conv1d are missing.
 
-One recurrence serves training, prefill and decode. It goes token by token with operands of one shape, so that a token's
-result depends on its sequence only, never on the batch, the padding or the path. Signatures are those mcore calls with;
-arguments that only tune a GPU kernel are accepted and have no effect. fp32 inside, as the kernels do it.
+Training and prefill scan in blocks, decode token by token, as the GPU kernels do, and so they differ in the last bits.
+``sequence_scan`` is looked up in this module at every call: with :func:`zkl_debug.engines.mamba_scan.recurrent` in its
+place one recurrence serves all three. So are ``conv_batch``, ``scan_batch`` and ``gate_batch``, the three parts of the
+training kernel. Signatures are those mcore calls with; arguments that only tune a GPU kernel have no effect.
 """
 
 from __future__ import annotations
@@ -11,66 +12,114 @@ import itertools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from zkl_debug.engines import mamba_scan
+from zkl_debug.engines.mamba_scan import Scan, conv_sequence, conv_token, gate, scan_token
 
-def _conv_token(window: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """SiLU of the depthwise convolution at one token: window [d, w], weight [d, w], bias [d] -> [d] fp32."""
-    return functional.silu((window.float() * weight.float()).sum(-1) + bias.float())
+#: The algorithm behind training and prefill.
+sequence_scan: Scan = mamba_scan.chunked
 
-
-def _conv_sequence(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor | None) -> Tensor:
-    """Causal convolution of one sequence, x [l, d]; ``before`` [d, w - 1] are the inputs in front of it, or zeros."""
-    width = weight.shape[-1]
-    padded = torch.cat([x.new_zeros(x.shape[1], width - 1) if before is None else before.to(x.dtype), x.T], 1)
-    return torch.stack([_conv_token(padded[:, t : t + width], weight, bias) for t in range(len(x))]).to(x.dtype)
+# ---- training --------------------------------------------------------------------------------------------------------
 
 
-def _scan_token(
-    state: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """One step of the recurrence.
-
-    Args:
-        state: [h, p, n] fp32.
-        x: [h, p]; ``dt`` [h], bias and softplus already in; ``a`` [h], negative; ``b``, ``c`` [g, n]; ``d`` [h].
-        z: gate [h, p] or None.
-
-    Returns:
-        The new state and y [h, p], both fp32.
-    """
-    repeats = x.shape[0] // b.shape[0]
-    b, c = (t.float().repeat_interleave(repeats, 0) for t in (b, c))
-    x = x.float()
-    kept = state * torch.exp(dt * a)[:, None, None]
-    state = kept + (dt[:, None] * x)[..., None] * b[:, None, :]
-    y = (state * c[:, None, :]).sum(-1) + d.float()[:, None] * x
-    return state, y if z is None else y * functional.silu(z.float())
+def conv_batch(xbc: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+    """Convolution of xbc [batch, l, d]; where ``seq_idx`` [batch, l] changes, another sequence begins."""
+    rows = []
+    for i, row in enumerate(xbc):
+        rows.append(torch.cat([conv_sequence(row[part], weight, bias, None) for part in _sequences(row, i, seq_idx)]))
+    return torch.stack(rows)
 
 
-def _scan_sequence(
+def scan_batch(
     x: Tensor,
     dt: Tensor,
     a: Tensor,
     b: Tensor,
     c: Tensor,
     d: Tensor,
-    z: Tensor | None,
     dt_bias: Tensor,
-    state: Tensor | None,
+    block: int,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """Scan of x [batch, l, h, p], every sequence from zero; y like x, not gated, fp32."""
+    rows = []
+    for i in range(len(x)):
+        parts = [
+            sequence_scan(x[i, at], dt[i, at], a, b[i, at], c[i, at], d, dt_bias, None, block)[0]
+            for at in _sequences(x[i], i, seq_idx)
+        ]
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
+def gate_batch(y: Tensor, z: Tensor) -> Tensor:
+    """The gate inside the training kernel: y [batch, l, h, p] fp32, before it is rounded to the model's dtype."""
+    return torch.stack([gate(one, other) for one, other in zip(y, z, strict=True)])
+
+
+def split_conv1d_scan(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor,
+    dt_bias: Tensor,
+    a: Tensor,
+    d: Tensor,
+    headdim: int,
+    ngroups: int,
+    block: int,
+    seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence over x [l, h, p]; returns y [l, h, p] in x's dtype and the last state [h, p, n] fp32."""
-    carried = x.new_zeros(*x.shape[1:], b.shape[-1], dtype=torch.float32) if state is None else state.float()
-    out = []
-    for t in range(len(x)):
-        step = functional.softplus(dt[t].float() + dt_bias.float())
-        carried, y = _scan_token(carried, x[t], step, a, b[t], c[t], d, None if z is None else z[t])
-        out.append(y)
-    return torch.stack(out).to(x.dtype), carried
+    """Convolution and scan of zxbcdt [batch, l, z + x + B + C + dt]; y and z, [batch, l, h, p] each, y fp32."""
+    heads = dt_bias.shape[0]
+    inner = heads * headdim
+    n = (zxbcdt.shape[-1] - 2 * inner - heads) // (2 * ngroups)
+    z, xbc, dt = torch.split(zxbcdt, [inner, inner + 2 * ngroups * n, heads], -1)
+    mixed = conv_batch(xbc, conv1d_weight, conv1d_bias, seq_idx)
+    x, b, c = torch.split(mixed, [inner, ngroups * n, ngroups * n], -1)
+    x, z = (t.reshape(*t.shape[:2], heads, headdim) for t in (x, z))
+    b, c = (t.reshape(*t.shape[:2], ngroups, n) for t in (b, c))
+    return scan_batch(x, dt, a, b, c, d, dt_bias, block, seq_idx), z
 
 
 # ---- what mcore calls ------------------------------------------------------------------------------------------------
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm over groups of channels of ``x * silu(z)``, in fp32; without z of x alone.
+
+    Args:
+        hidden_size: channels.
+        eps: added to the mean square.
+        group_size: channels of a group; all by default.
+        norm_before_gate: only False, which is what mcore builds.
+        device, dtype: of the weight.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        assert not norm_before_gate
+        self.eps = eps
+        self.group_size = group_size or hidden_size
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """x, z [..., hidden_size]; result in x's dtype."""
+        value = x.float()
+        if z is not None:
+            value = value * functional.silu(z.float())
+        groups = value.reshape(*value.shape[:-1], -1, self.group_size)
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return (normed.reshape(value.shape) * self.weight.float()).to(x.dtype)
 
 
 def mamba_split_conv1d_scan_combined(
@@ -83,21 +132,13 @@ def mamba_split_conv1d_scan_combined(
     *,
     headdim: int,
     ngroups: int = 1,
+    chunk_size: int = 16,
+    seq_idx: Tensor | None = None,
     **_tuning: Any,
 ) -> Tensor:
     """Training: convolution, scan and gate of zxbcdt [batch, l, z + x + B + C + dt]; returns [batch, l, h * p]."""
-    heads = dt_bias.shape[0]
-    inner = heads * headdim
-    n = (zxbcdt.shape[-1] - 2 * inner - heads) // (2 * ngroups)
-    out = []
-    for row in zxbcdt:
-        z, xbc, dt = torch.split(row, [inner, inner + 2 * ngroups * n, heads], -1)
-        mixed = _conv_sequence(xbc, conv1d_weight, conv1d_bias, None)
-        x, b, c = torch.split(mixed, [inner, ngroups * n, ngroups * n], -1)
-        x, z = (t.reshape(-1, heads, headdim) for t in (x, z))
-        b, c = (t.reshape(-1, ngroups, n) for t in (b, c))
-        out.append(_scan_sequence(x, dt, A, b, c, D, z, dt_bias, None)[0].flatten(-2))
-    return torch.stack(out)
+    y, z = split_conv1d_scan(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, headdim, ngroups, chunk_size, seq_idx)
+    return gate_batch(y, z).to(zxbcdt.dtype).flatten(-2)
 
 
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
@@ -118,7 +159,7 @@ def causal_conv1d_varlen_fn(
     out = torch.zeros_like(x)
     for i, (start, stop) in enumerate(_spans(cu_seqlens)):
         if stop > start:
-            out[start:stop] = _conv_sequence(x[start:stop], weight, bias, initial_states[i])
+            out[start:stop] = conv_sequence(x[start:stop], weight, bias, initial_states[i])
     return out
 
 
@@ -136,6 +177,7 @@ def mamba_chunk_scan_combined_varlen(
     z: Tensor | None,
     dt_bias: Tensor,
     initial_states: Tensor,
+    chunk_size: int = 16,
     **_tuning: Any,
 ) -> Tensor:
     """Prefill scan of packed x [t, h, p] into ``out``; returns the last state of every sequence."""
@@ -145,9 +187,9 @@ def mamba_chunk_scan_combined_varlen(
         stop = int(cu_chunk_seqlens[last + 1])
         if stop > start:
             part = slice(start, stop)
-            gate = None if z is None else z[part]
-            y, state = _scan_sequence(x[part], dt[part], A, B[part], C[part], D, gate, dt_bias, initial_states[i])
-            out[part], states[i] = y, state.to(states.dtype)
+            y, state = sequence_scan(x[part], dt[part], A, B[part], C[part], D, dt_bias, initial_states[i], chunk_size)
+            out[part] = (y if z is None else gate(y, z[part])).to(out.dtype)
+            states[i] = state.to(states.dtype)
         start = max(start, stop)
     return states
 
@@ -168,7 +210,7 @@ def causal_conv1d_update(
         if slot >= 0:
             window = torch.cat([conv_state[slot, :, 1:], x[row, 0, :, None].to(conv_state.dtype)], 1)
             conv_state[slot] = window
-            out[row, 0] = _conv_token(window, weight, bias).to(x.dtype)
+            out[row, 0] = conv_token(window, weight, bias).to(x.dtype)
     return out
 
 
@@ -191,10 +233,8 @@ def selective_state_update(
     for row, slot in enumerate(_slots(x, state_batch_indices)):
         if slot >= 0:
             step = functional.softplus(dt[row, 0, :, 0].float() + dt_bias[:, 0].float())
-            gate = None if z is None else z[row, 0]
-            moved, y = _scan_token(
-                state[slot].float(), x[row, 0], step, A[:, 0, 0], B[row, 0], C[row, 0], D[:, 0], gate
-            )
+            moved, y = scan_token(state[slot].float(), x[row, 0], step, A[:, 0, 0], B[row, 0], C[row, 0], D[:, 0])
+            y = y if z is None else gate(y[None], z[row, 0][None])[0]
             state[slot], out[row, 0] = moved.to(state.dtype), y.to(x.dtype)
     return out
 
@@ -228,3 +268,12 @@ def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
 
 def _slots(x: Tensor, indices: Tensor | None) -> list[int]:
     return list(range(len(x))) if indices is None else [int(i) for i in indices.tolist()]
+
+
+def _sequences(row: Tensor, index: int, seq_idx: Tensor | None) -> list[slice]:
+    """Where the sequences of a batch row [l, ...] lie."""
+    if seq_idx is None:
+        return [slice(0, len(row))]
+    marks = seq_idx[index]
+    edges = [0, *((marks[1:] != marks[:-1]).nonzero()[:, 0] + 1).tolist(), len(row)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(edges)]

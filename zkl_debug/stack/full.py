@@ -15,12 +15,13 @@ def full_ladder() -> tuple[Switch, ...]:
     from zkl_debug.stack.catalogue.engine_keys import ENGINE_KEYS
     from zkl_debug.stack.catalogue.kernels import KERNELS
     from zkl_debug.stack.catalogue.lifecycle import LIFECYCLE
+    from zkl_debug.stack.catalogue.mamba import MAMBA_LADDER
     from zkl_debug.stack.catalogue.model_keys import MODEL_KEYS
     from zkl_debug.stack.catalogue.patches import PATCHES
     from zkl_debug.stack.catalogue.recipe_keys import RECIPE_KEYS
     from zkl_debug.stack.catalogue.variables import VARIABLES
 
-    parts = (VARIABLES, MODEL_KEYS, KERNELS, PATCHES, ENGINE_KEYS, RECIPE_KEYS, LIFECYCLE, CPU_LADDER)
+    parts = (VARIABLES, MODEL_KEYS, KERNELS, PATCHES, ENGINE_KEYS, RECIPE_KEYS, LIFECYCLE, CPU_LADDER, MAMBA_LADDER)
     return tuple({s.name: s for part in parts for s in part}.values())
 
 

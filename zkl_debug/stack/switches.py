@@ -101,11 +101,12 @@ class Switch:
         return self.read(model) if self.read is not None else Reading(self.effective())
 
 
-def ladder() -> tuple[Switch, ...]:
-    """The CPU stack, first switch first."""
+def ladder(hybrid: bool = False) -> tuple[Switch, ...]:
+    """The CPU stack, first switch first; ``hybrid`` adds what a model with Mamba layers needs."""
     from zkl_debug.stack.catalogue.cpu import CPU_LADDER
+    from zkl_debug.stack.catalogue.mamba import MAMBA_LADDER
 
-    return CPU_LADDER
+    return (*CPU_LADDER, *MAMBA_LADDER) if hybrid else CPU_LADDER
 
 
 def switch(name: str) -> Switch:
@@ -130,15 +131,17 @@ def _near(name: str, known: Iterable[str]) -> str:
     return ", ".join(close or [s.name for s in ladder()])
 
 
-def resolve(stack: bool, changes: Mapping[str, bool] | None = None) -> tuple[Switch, ...]:
+def resolve(stack: bool, changes: Mapping[str, bool] | None = None, hybrid: bool = False) -> tuple[Switch, ...]:
     """The switches that are on: all or none of the stack, with single ones changed; in ladder order.
+
+    ``hybrid``: the model has Mamba layers.
 
     Raises:
         SwitchError: unknown name, or a switch whose requirements are off or whose conflicts are on.
         SwitchUnavailable: a switch this project carries no code for.
     """
     changes = dict(changes or {})
-    stacked = ladder()
+    stacked = ladder(hybrid)
     names = {s.name for s in stacked}
     extra = [s for s in (switch(name) for name in changes) if s.name not in names]
     for s in extra:

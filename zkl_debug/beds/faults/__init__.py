@@ -1,6 +1,15 @@
 """Faults: known defects, each with its known right answer, that can be put into a bed."""
 
-from zkl_debug.beds.faults import harness, kernels, logprobs, precision, quantised, routing, rows  # noqa: F401 - they register
+from zkl_debug.beds.faults import (  # noqa: F401 - they register
+    harness,
+    kernels,
+    logprobs,
+    precision,
+    quantised,
+    recurrent,
+    routing,
+    rows,
+)
 from zkl_debug.beds.faults.registry import FAULTS, Answer, Fault, fault
 
 __all__ = ["FAULTS", "Answer", "Fault", "fault"]

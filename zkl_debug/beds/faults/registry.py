@@ -129,7 +129,7 @@ register(
         "Z0",
         "nothing is broken",
         "",
-        BOTH_BEDS,
+        (*BOTH_BEDS, "tiny-hybrid"),
         BOTH_DTYPES,
         (),
         lambda _context: nullcontext(),

@@ -272,42 +272,18 @@ def blocks_freed_at_sleep(loop: GrpoLoop) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def slots_not_zeroed(loop: GrpoLoop) -> Iterator[None]:
-    """A recurrent slot is zeroed when it is given out for the first time only."""
-    from zkl_debug.engines.megatron import seams
+def slots_not_zeroed(_loop: GrpoLoop) -> Any:
+    """A recurrent slot is zeroed when it is given out for the first time only (as S10 of the static bed)."""
+    from zkl_debug.beds.faults import recurrent
 
-    del loop
-
-    def wrap(original: Callable[[Any], None]) -> Callable[[Any], None]:
-        def prepare(self: Any) -> None:
-            seen = vars(self).setdefault("slots_seen", [])
-            new = [s for s in map(int, self._pending_mamba_zeros) if s not in seen]
-            seen.extend(new)
-            self._pending_mamba_zeros[:] = new
-            original(self)
-
-        return prepare
-
-    with seams.recurrent_slots(wrap):
-        yield
+    return recurrent.slots_not_zeroed()
 
 
-@contextmanager
-def state_dropped_between_chunks(loop: GrpoLoop) -> Iterator[None]:
-    """Every prefill chunk starts its scan from zero, also one that goes on with a prompt."""
-    from zkl_debug.engines.megatron import seams
+def state_dropped_between_chunks(_loop: GrpoLoop) -> Any:
+    """Every prefill chunk starts its scan from zero, also one that goes on with a prompt (as S15 there)."""
+    from zkl_debug.beds.faults import recurrent
 
-    del loop
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def scan(*args: Any, initial_states: Any, **kwargs: Any) -> Any:
-            return original(*args, initial_states=initial_states.new_zeros(initial_states.shape), **kwargs)
-
-        return scan
-
-    with seams.prefill_scan(wrap):
-        yield
+    return recurrent.state_dropped_between_chunks()
 
 
 @contextmanager

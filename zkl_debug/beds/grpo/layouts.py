@@ -76,7 +76,7 @@ def bed_model(options: GrpoOptions) -> nn.Module:
     from zkl_debug.engines.megatron.model import build_model
 
     if options.hybrid:
-        return build_hybrid(model_spec(options), options.dtype, options.seed, HYBRID_PATTERN)
+        return build_hybrid(model_spec(options), options.dtype, options.seed, HYBRID_PATTERN, gated_norm=False)
     model = build_model(model_spec(options), options.dtype, options.seed)
     if options.tied:
         with torch.no_grad():

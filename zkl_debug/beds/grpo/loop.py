@@ -189,7 +189,7 @@ def surroundings(options: GrpoOptions) -> Iterator[None]:
             stack.enter_context(mamba_backend())
         refit.forget_plans()
         stack.callback(refit.forget_plans)
-        stack.enter_context(applied(resolve(options.stack, options.switches)))
+        stack.enter_context(applied(resolve(options.stack, options.switches, options.hybrid)))
         patches = stack.enter_context(PatchSet())
         patches.set(attention, "MIN_KEYS", _MIN_KEYS)
         yield

@@ -11,7 +11,14 @@ import numpy as np
 from zkl_debug.diff.compare import SiteRows, gather
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.edges import named_row
-from zkl_debug.diff.explain import gather_calls, gather_more, gather_quantised, gather_rows
+from zkl_debug.diff.explain import (
+    gather_calls,
+    gather_more,
+    gather_quantised,
+    gather_rows,
+    gather_scan,
+    gather_state,
+)
 from zkl_debug.diff.explain.model import Evidence, Port, Values
 from zkl_debug.diff.facts import RowFacts, row_facts
 from zkl_debug.diff.model import Ints, Kind, fact
@@ -123,6 +130,8 @@ def evidence(comparison: Comparison, edge: str) -> Evidence | None:
         call=_call(chosen, looked),
         quantised=gather_quantised.quantised(chosen),
         counts=gather_calls.expert_counts(comparison, chosen.site, looked, _equal(chosen), chosen.facts),
+        states=partial(gather_state.handovers, comparison, chosen.site, looked),
+        scans=partial(gather_scan.scans, comparison, chosen.site, chosen.read, _config(comparison)),
     )
 
 

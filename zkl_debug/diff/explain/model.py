@@ -262,6 +262,60 @@ class CallCounts:
 
 
 @dataclass(frozen=True)
+class Handover:
+    """The state that one call of a recurrent operator started a sequence from, and where it came from.
+
+    Attributes:
+        site: name of the state that was read.
+        right: of the right row of the pairs; ``pairs``: the affected pairs it belongs to.
+        sample, position: sequence, and its first position in the call.
+        zero: every bit of the state is 0.
+        written: what was written behind the position before has the same bits; None where that was not captured, or
+            where the sequence starts (a state must then be zero).
+        source: (sample, position) of another sequence whose state, as written, has these bits.
+        slot, previous: recurrent slot of the request and who had it before, -1 where not known.
+    """
+
+    site: str
+    right: bool
+    pairs: tuple[int, ...]
+    sample: int
+    position: int
+    zero: bool
+    written: bool | None
+    source: tuple[int, int] | None
+    slot: int = -1
+    previous: int = -1
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it is not the state that the sequence was in."""
+        return not self.zero if self.position == 0 else self.written is False
+
+
+@dataclass(frozen=True)
+class ScanRow:
+    """What a scan's row at one side was made of, float64; n tokens of its sequence, its own the last.
+
+    Attributes:
+        x: [n, h, p]; ``dt``: [n, h], bias not in; ``b``, ``c``: [n, g, states].
+        a, d, dt_bias: [h] each, as the row's call was given them.
+        out: [h, p], what the row has.
+        starts: first positions, behind 0, of the calls that ran the sequence up to the row, the row's own first.
+    """
+
+    x: F64
+    dt: F64
+    b: F64
+    c: F64
+    a: F64
+    d: F64
+    dt_bias: F64
+    out: F64
+    starts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Everything known of the affected rows at the site in question.
 
@@ -287,6 +341,8 @@ class Evidence:
         call: other facts of the pairs, by name, int64 [m].
         quantised: parts of an operand in a block format, at its own sites and at those of the product.
         counts: expert counts of the calls of (affected, clean) pairs, for the left and the right rows.
+        scans: for a scan what some affected rows were made of on each side, built when asked for.
+        states: for a recurrent operator the states that the affected rows' calls started from, built when asked for.
     """
 
     site: SiteName
@@ -314,6 +370,8 @@ class Evidence:
     call: Mapping[str, Ints] = field(default_factory=dict)
     quantised: Quantised | None = None
     counts: tuple[tuple[CallCounts, CallCounts], tuple[CallCounts, CallCounts]] | None = None
+    states: Callable[[], list[Handover]] | None = None
+    scans: Callable[[], list[tuple[ScanRow, ScanRow]]] | None = None
 
     def pair(self) -> Port | None:
         """The values, where both sides are floats of one dtype and width."""

@@ -12,14 +12,17 @@ from zkl_debug.diff.explain import (
     attention,
     counts,
     elementwise,
+    gated,
     logprob,
     moe,
     norm,
     order,
     quantised,
+    recurrent,
     rope,
     rounding,
     rows,
+    scan,
     weights,
 )
 from zkl_debug.diff.explain.gather import evidence
@@ -78,6 +81,17 @@ def _labels(e: Evidence) -> str:
     return "" if e.parents is not None and e.parents.used is not None else "raw bits of logprobs/label:out.0"
 
 
+def _scans(e: Evidence) -> str:
+    missing = _bits(e)
+    if missing or (e.scans is not None and e.scans()):
+        return missing
+    return f"raw bits of {e.site.owner}:in.0 to :in.3 of every row of the sequence"
+
+
+def _states(e: Evidence) -> str:
+    return "" if e.states is not None and e.states() else "the states that calls started from"
+
+
 def _operator(*names: str) -> Callable[[Evidence], bool]:
     """Sites of these operators."""
 
@@ -103,6 +117,8 @@ TESTS = (
     Test("shape-change", rounding.shape_change, _nothing, lambda e: bool(e.differ)),
     Test("dtype-change", rounding.dtype_change, _nothing, lambda e: bool(e.differ)),
     Test("label-fault", logprob.label_fault, _labels, _operator("label", "selected")),
+    Test("state-replaced", recurrent.handed_over, _states, _operator("scan", "conv", "state")),
+    Test("stale-derived-value", recurrent.derived_value, _bits, _operator("ssm_weights")),
     Test("row-shift", rows.row_shift, _sources),
     Test("equals-other-sample", rows.equals_other_sample, _sources),
     Test("row-permutation", rows.row_permutation, _sources),
@@ -114,6 +130,7 @@ TESTS = (
     Test("signed-zero", elementwise.signed_zero, _bits, _wide),
     Test("flushed-to-zero", elementwise.flushed_to_zero, _bits, _wide),
     Test("clamped", elementwise.clamped, _bits, _wide),
+    Test("gate-rounding-order", gated.gate_rounding_order, _input, lambda e: e.semantic == "gated"),
     Test("norm-rounding-order", norm.norm_rounding_order, _input, _operator("norm")),
     Test("eps", norm.eps_by_bits, _input, _operator("norm")),
     Test("eps", norm.eps, _input, _operator("norm")),
@@ -121,6 +138,7 @@ TESTS = (
     Test("position-shift", rope.position_shift, _input, _operator("rope")),
     Test("rope-frequency", rope.rope_frequency, _input, _operator("rope")),
     Test("mask-fit", attention.attention, _attention, _operator("core_attention")),
+    Test("state-dropped", scan.scan_fit, _scans, _operator("scan")),
     Test("temperature", logprob.temperature, _input, _operator("log_softmax")),
     Test("softmax-support", logprob.softmax_support, _input, _operator("log_softmax")),
     Test("log-softmax-formula", logprob.log_softmax_formula, _input, _operator("log_softmax")),

@@ -10,7 +10,7 @@ import torch
 
 from zkl_debug.capture.hooks import ModuleRule
 from zkl_debug.capture.rows import FrameRows
-from zkl_debug.engines.megatron import taps_logprobs, taps_model, taps_precision, taps_routing
+from zkl_debug.engines.megatron import taps_logprobs, taps_mamba, taps_model, taps_precision, taps_routing
 from zkl_debug.engines.megatron.frames import EngineHistory, StaticHistory, StepRequests, dynamic_step, packed_forward
 from zkl_debug.schema import Json
 
@@ -31,6 +31,7 @@ RULES: tuple[ModuleRule, ...] = (
     _rule(r".*\.experts\.local_experts(?:\.\d+)?(?:\..+)?", semantic="expert", expert_rows="one"),
     _rule(r".*\.experts", semantic="experts", expert_rows="all"),
     _rule(r".*\.router", semantic="router", choice=True),
+    _rule(r".*\.mixer\.norm", tapped=True),
     _rule(r".*(?:layernorm|_norm|\.norm)", semantic="norm"),
     _rule(r".*\.linear_\w+|output_layer", semantic="linear"),
 )
@@ -53,6 +54,7 @@ class MegatronAdapter:
     def install(self, capture: Capture) -> None:
         """Tap the model, what is behind its logits, quantisers and, where the engine keeps routing, its hand-over."""
         taps_model.install(capture)
+        taps_mamba.install(capture)
         taps_logprobs.install(capture, self)
         taps_precision.install(capture)
         if getattr(getattr(capture.model, "config", None), "moe_enable_routing_replay", False):

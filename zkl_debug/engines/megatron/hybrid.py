@@ -1,4 +1,4 @@
-"""Small real ``HybridModel`` s of megatron-core (Mamba and attention), and the kernels they lack on a CPU."""
+"""Small real ``HybridModel`` s of megatron-core (Mamba, attention, MoE), and the kernels they lack on a CPU."""
 
 from __future__ import annotations
 
@@ -45,19 +45,21 @@ def mamba_backend() -> Iterator[None]:
             patches.set(mixer, name, getattr(mamba_reference, name), create=True)
         patches.set(varlen, "causal_conv1d_varlen_fn", mamba_reference.causal_conv1d_varlen_fn)
         patches.set(mixer, "HAVE_MAMBA_SSM", True)
+        patches.set(mixer, "ExtendedRMSNorm", mamba_reference.GatedNorm)
         patches.set(mixer, "_check_mamba_sequence_packing_support", lambda *_a, **_k: (True, None))
         patches.set(hybrid_block, "TENorm", WrappedTorchNorm)
         yield
 
 
-def build_hybrid(spec: ModelSpec, dtype: str, seed: int, pattern: str) -> nn.Module:
+def build_hybrid(spec: ModelSpec, dtype: str, seed: int, pattern: str, gated_norm: bool = True) -> nn.Module:
     """A ``HybridModel`` in eval mode, weights from a seed. Needs :func:`mamba_backend` on a CPU.
 
     Args:
         spec: sizes; ``layers`` must be the length of ``pattern``.
-        dtype: ``fp32`` or ``bf16``.
+        dtype: ``fp32`` or ``bf16``; decay rates, step sizes and skips of the mixers are fp32 in both.
         seed: weights seed.
-        pattern: one letter a layer: ``M`` Mamba, ``*`` attention, ``-`` MLP.
+        pattern: one letter a layer: ``M`` Mamba, ``*`` attention, ``-`` MLP, ``E`` mixture of experts.
+        gated_norm: the mixers norm what they scanned, gated; else the gate is all there is, inside the scan.
     """
     assert len(pattern) == spec.layers, (pattern, spec.layers)
     with quiet():
@@ -68,7 +70,7 @@ def build_hybrid(spec: ModelSpec, dtype: str, seed: int, pattern: str) -> nn.Mod
         )
         model = HybridModel(
             config,
-            _stack_spec(),
+            _stack_spec(spec.experts, gated_norm),
             vocab_size=spec.vocab,
             max_sequence_length=spec.max_length,
             hybrid_layer_pattern=pattern,
@@ -84,17 +86,20 @@ def build_hybrid(spec: ModelSpec, dtype: str, seed: int, pattern: str) -> nn.Mod
 
 
 def _seed_decay(model: nn.Module, seed: int) -> None:
-    """Decay rates and step sizes in the range Mamba starts from, in fp32 as mcore keeps them."""
+    """Decay rates and step sizes in the range Mamba starts from; these and the skips in fp32, as mcore keeps them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
                 parameter.data = torch.log(1.0 + 15.0 * torch.rand(parameter.shape, generator=generator))
             elif name.endswith("dt_bias"):
-                parameter.copy_(torch.log(torch.expm1(0.01 + 0.09 * torch.rand(parameter.shape, generator=generator))))
+                value = torch.log(torch.expm1(0.01 + 0.09 * torch.rand(parameter.shape, generator=generator)))
+                parameter.data = value
+            elif name.endswith("mixer.D"):
+                parameter.data = parameter.data.float()
 
 
-def _stack_spec() -> Any:
+def _stack_spec(experts: int, gated_norm: bool) -> Any:
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -109,10 +114,10 @@ def _stack_spec() -> Any:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    # Without the mixer's own norm all three paths gate inside the scan; with it training norms first and gates after.
+    # Without the mixer's own norm all three paths gate inside the scan; with it prefill and decode gate in the norm.
     mixer = ModuleSpec(
         module=MambaMixer,
-        params={"chunk_size": 16, "rmsnorm": False},
+        params={"chunk_size": 16, "rmsnorm": gated_norm},
         submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
     )
     attention = ModuleSpec(
@@ -120,6 +125,14 @@ def _stack_spec() -> Any:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+        ),
+    )
+    moe = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=WrappedTorchNorm,
+            mlp=get_mlp_module_spec(use_te=False, num_experts=experts),
+            mlp_bda=get_bias_dropout_add,
         ),
     )
     layers = HybridStackSubmodules(
@@ -139,5 +152,6 @@ def _stack_spec() -> Any:
                 pre_mlp_layernorm=WrappedTorchNorm, mlp=get_mlp_module_spec(use_te=False), mlp_bda=get_bias_dropout_add
             ),
         ),
+        **({"moe_layer": moe} if experts else {}),
     )
     return ModuleSpec(module=HybridStack, submodules=layers)

@@ -1,4 +1,4 @@
-"""What a dynamic inference context keeps between calls: KV blocks with hash, owner and digest."""
+"""What a dynamic inference context keeps between calls: KV blocks and recurrent slots with owner and digest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zkl_debug.schema import Json, StateRecord
 
 def kv_source(context: Any, uses: Callable[[], Iterable[BlockUse]]) -> Callable[[], list[StateRecord]]:
     """A state source over ``context``; ``uses`` tells which requests were given which blocks in the last generation."""
-    return lambda: kv_records(context, uses())
+    return lambda: [*kv_records(context, uses()), *slot_records(context)]
 
 
 def kv_records(context: Any, uses: Iterable[BlockUse] = ()) -> list[StateRecord]:
@@ -65,6 +65,33 @@ def kv_records(context: Any, uses: Iterable[BlockUse] = ()) -> list[StateRecord]
             detail["nbytes"] = buffer.numel() * buffer.element_size() // allocator.total_count
         digest = (int(digests[row, 0]), int(digests[row, 1])) if digests is not None else (0, 0)
         records.append(StateRecord(f"kv/block.{block:06d}", "kv", dtype_name(buffer), shape, digest, 0, detail))
+    return records
+
+
+def slot_records(context: Any) -> list[StateRecord]:
+    """Two records per recurrent slot: the scan's states and the convolution's, of all layers.
+
+    ``detail``: ``slot``, and ``owner``, the request in flight that has it (-1: nobody). Nothing is returned for a model
+    without recurrent layers, or while the slots are not allocated.
+    """
+    if not getattr(context, "is_hybrid_model", False):
+        return []
+    count = int(context.total_request_count)
+    given = context.mamba_metadata.request_to_mamba_state_idx[:count].tolist() if count else []
+    owner = dict(zip(given, context.request_ids[:count].tolist() if count else [], strict=True))
+    records = []
+    for name in ("ssm", "conv"):
+        buffer = getattr(context, f"mamba_{name}_states", None)
+        if buffer is None or buffer.untyped_storage().nbytes() < buffer.numel() * buffer.element_size():
+            continue
+        slots = list(range(buffer.shape[1]))
+        digests = _digests(buffer, 1, slots)
+        shape = (buffer.shape[0], *buffer.shape[2:])
+        nbytes = buffer.numel() * buffer.element_size() // len(slots)
+        for slot, digest in zip(slots, digests, strict=True):
+            detail: dict[str, Json] = {"slot": slot, "owner": int(owner.get(slot, -1)), "nbytes": nbytes}
+            bits = (int(digest[0]), int(digest[1]))
+            records.append(StateRecord(f"{name}/slot.{slot:04d}", "ssm", dtype_name(buffer), shape, bits, 0, detail))
     return records
 
 

@@ -165,6 +165,7 @@ def _packed_seq_params(mb: MicroBatch, device: torch.device) -> Any:
         cu_seqlens_kv_padded=cu_padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        total_tokens=mb.n_slots,  # from it mcore tells a Mamba mixer where sequences begin
     )
 
 

@@ -223,6 +223,30 @@ def prefill_scan(wrap: Wrap) -> Iterator[None]:
 
 
 @contextmanager
+def training_ssm(wrap: Wrap) -> Iterator[None]:
+    """``MambaMixer._ssm_training(self, zxBCdt, packed_seq_params)``: convolution, scan, gate and norm of training."""
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    with patched(MambaMixer, "_ssm_training", wrap):
+        yield
+
+
+@contextmanager
+def recurrent_state_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inference states of Mamba layers configured inside the block are kept in ``dtype``."""
+    from megatron.core.inference.config import MambaInferenceStateConfig
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def from_model(model: Any, conv_states_dtype: Any = None, ssm_states_dtype: Any = None) -> Any:
+            return original(model, conv_states_dtype, ssm_states_dtype or dtype)
+
+        return from_model
+
+    with patched(MambaInferenceStateConfig, "from_model", lambda original: staticmethod(wrap(original))):
+        yield
+
+
+@contextmanager
 def mamba_version(version: str) -> Iterator[None]:
     """``megatron.core.utils.get_mamba_version()`` answers ``version`` without an import."""
     import megatron.core.utils as utils

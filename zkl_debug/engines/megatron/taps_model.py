@@ -32,7 +32,7 @@ def install(capture: Capture) -> None:
     """Install every model tap into ``capture.taps``."""
     missing: list[str] = []
     for owner, name, tap in _TABLE:
-        target = _resolve(owner)
+        target = resolve_owner(owner)
         if target is None or getattr(target, name, None) is None:
             missing.append(f"{owner}.{name}")
             continue
@@ -44,7 +44,8 @@ def install(capture: Capture) -> None:
     capture.add_manifest("taps_missing", missing)
 
 
-def _resolve(path: str) -> Any:
+def resolve_owner(path: str) -> Any:
+    """The module or class named ``module`` or ``module:Class``; None where there is none."""
     module, _, cls = path.partition(":")
     try:
         found = importlib.import_module(module)
@@ -70,7 +71,8 @@ def _record(capture: Capture, operator: str, port: str, value: Any, semantic: st
         capture.session.record(site(capture, operator, port), value, semantic=semantic or operator, flatten=flatten)
 
 
-def _active(capture: Capture) -> bool:
+def active(capture: Capture) -> bool:
+    """Whether a frame is open and the probe is on."""
     return capture.session.enabled and capture.session.frame is not None
 
 
@@ -79,7 +81,7 @@ def _qkv(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def tapped(module: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(module, *args, **kwargs)
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("qkv"):
                 for index, value in enumerate(result if isinstance(result, tuple) else ()):
                     _record(capture, "qkv", f"out.{index}", value, "qkv")
@@ -93,7 +95,7 @@ def _rope(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def tapped(*args: Any, **kwargs: Any) -> Any:
-        if not _active(capture):
+        if not active(capture):
             return function(*args, **kwargs)
         frame = capture.session.frame
         assert frame is not None
@@ -117,11 +119,11 @@ def _rope_dynamic(operator: str) -> Tap:
     def make(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def tapped(context: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if _active(capture):
+            if active(capture):
                 with capture.session.guarded(operator):
                     _record(capture, operator, "in.0", tensor, "rope")
             result = function(context, tensor, *args, **kwargs)
-            if _active(capture):
+            if active(capture):
                 with capture.session.guarded(operator):
                     _record(capture, operator, "out.0", result, "rope")
             return result
@@ -134,12 +136,12 @@ def _rope_dynamic(operator: str) -> Tap:
 def _rope_fused(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def tapped(context: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("rope"):
                 _record(capture, "rope.q", "in.0", query, "rope")
                 _record(capture, "rope.k", "in.0", key, "rope")
         result = function(context, query, key, *args, **kwargs)
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("rope"):
                 _record(capture, "rope.q", "out.0", result[0], "rope")
                 _record(capture, "rope.k", "out.0", result[1], "rope")
@@ -157,7 +159,7 @@ def _kv_write(capture: Capture, function: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(function)
     def tapped(context: Any, layer_number: int, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any) -> Any:
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("kv_write"):
                 for port, tensor in (("in.1", key), ("in.2", value)):
                     if isinstance(tensor, torch.Tensor):
@@ -174,11 +176,11 @@ def _core_attention(capture: Capture, function: Callable[..., Any]) -> Callable[
 
     @functools.wraps(function)
     def tapped(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("core_attention:in"):
                 capture.session.record(_core_site(capture, "in"), query, semantic="core_attention", flatten=True)
         result = function(module, query, *args, **kwargs)
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("core_attention:out"):
                 capture.session.record(_core_site(capture, "out"), result, semantic="core_attention", flatten=True)
         return result
@@ -195,13 +197,13 @@ def _residual(capture: Capture, operator: str, function: Callable[..., Any]) -> 
         add = function(*outer, **outer_kwargs)
 
         def tapped(x_with_bias: Any, residual: Any, *args: Any, **kwargs: Any) -> Any:
-            if _active(capture):
+            if active(capture):
                 with capture.session.guarded(operator):
                     branch = x_with_bias[0] if isinstance(x_with_bias, tuple) else x_with_bias
                     _record(capture, operator, "in.0", branch, "residual")
                     _record(capture, operator, "in.1", residual, "residual")
             result = add(x_with_bias, residual, *args, **kwargs)
-            if _active(capture):
+            if active(capture):
                 with capture.session.guarded(operator):
                     _record(capture, operator, "out.0", result, "residual")
             return result
@@ -218,11 +220,11 @@ _IN_TOPK = "in_topk"
 def _gating(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def tapped(inp: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("router.gating"):
                 _record(capture, "router.gating", "in.0", inp)
         result = function(inp, *args, **kwargs)
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("router.gating"):
                 _record(capture, "router.gating", "out.0", result)
         return result
@@ -238,7 +240,7 @@ def _topk(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
         frame = capture.session.frame
         if torch.compiler.is_compiling() or frame is None or frame.scratch.get(_IN_TOPK):
             return function(logits, *args, **kwargs)  # the function round it is tapped
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("router.topk"):
                 _record(capture, "router.topk", "in.0", logits)
         frame.scratch[_IN_TOPK] = True
@@ -246,7 +248,7 @@ def _topk(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
             result = function(logits, *args, **kwargs)
         finally:
             frame.scratch[_IN_TOPK] = False
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("router.topk"):
                 told, experts = result, int(logits.shape[-1])
                 if is_choice_by_id(result[0], result[1], experts):
@@ -271,11 +273,11 @@ def _permute(capture: Capture, function: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(function)
     def tapped(tokens: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("permute"):
                 _record(capture, "permute", "in.0", tokens)
         result = function(tokens, routing_map, *args, **kwargs)
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("permute"):
                 path = capture.session.current_path()
                 if capture.session.recording:  # reading the map would end the recording
@@ -302,11 +304,11 @@ def _unpermute(capture: Capture, function: Callable[..., Any]) -> Callable[..., 
     @functools.wraps(function)
     def tapped(permuted: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         path = capture.session.current_path()
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("unpermute"):
                 record_expert_rows(capture.session, f"{path}/unpermute:in.0", permuted, SiteKind.TAP, "unpermute")
         result = function(permuted, *args, **kwargs)
-        if _active(capture):
+        if active(capture):
             with capture.session.guarded("unpermute"):
                 _record(capture, "unpermute", "out.0", result)
         return result
