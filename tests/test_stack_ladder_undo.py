@@ -24,6 +24,8 @@ from zkl_debug.stack.switches import NotEffective, Switch, SwitchUnavailable, ap
 CARRIED = [s for s in full_ladder() if s.carried]
 #: Switches whose effect lies in a call at the moment they are turned on, not in something that is replaced.
 ACTS_AT_ONCE = {"reseed-sides", "fresh-rope-cache"}
+#: Kernels of Mamba that a CPU has not.
+MAMBA = "zkl_debug.engines.mamba_reference"
 #: What a switch needs before it can be in effect: a config that is built, a value nobody set before.
 BUILT = {"model key": "TransformerConfig", "engine key": "InferenceConfig"}
 
@@ -34,7 +36,8 @@ def _backend() -> Iterator[None]:
     with cpu_backend(), world.world(), fake_transformer_engine():
         preload.preload()
         with quiet():
-            importlib.import_module("megatron.core.resharding.refit")
+            for name in ("megatron.core.resharding.refit", "megatron.core.ssm.mamba_mixer", MAMBA):
+                importlib.import_module(name)
             importlib.import_module("megatron.core.transformer.custom_layers.batch_invariant_kernels")
         yield
 
@@ -70,7 +73,7 @@ def fake_transformer_engine() -> Iterator[None]:
 def places() -> dict[tuple[str, str], int]:
     """Identity of every attribute of the modules that switches reach into, and of the classes defined there."""
     found: dict[tuple[str, str], int] = {}
-    prefixes = ("megatron.core", "transformer_engine", "zkl_debug.engines.megatron.scoring")
+    prefixes = ("megatron.core", "transformer_engine", "zkl_debug.engines.megatron.scoring", MAMBA)
     for name, module in list(sys.modules.items()):
         if name.startswith(prefixes) and isinstance(module, types.ModuleType):
             for attribute, value in list(vars(module).items()):

@@ -12,6 +12,7 @@ import numpy as np
 from zkl_debug.bits import DTYPES
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.edges import named_row
+from zkl_debug.diff.flow import is_state
 from zkl_debug.diff.model import Bools, CaptureLike, Ints
 from zkl_debug.diff.rows import RowSpace, group_ids
 from zkl_debug.schema import Phase, RowFlag, parse_site
@@ -131,7 +132,7 @@ def _units(comparison: Comparison, site: int, chosen: Ints) -> Ints:
     pairs, pair = comparison.pairs, comparison.sites[site]
     key = pairs.key[chosen]
     info = DTYPES.get(pair.meta.torch_dtype)
-    if info is None or not info.is_float or int(np.prod(pair.meta.row_shape)) < _WIDE:
+    if is_state(pair) or info is None or not info.is_float or int(np.prod(pair.meta.row_shape)) < _WIDE:
         return key
     where = comparison.where(site)
     digest = where.digest[where.index(comparison.space, pairs.left[chosen])]

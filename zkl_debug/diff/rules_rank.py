@@ -31,6 +31,7 @@ _ORDER = (
     "padding rows in call",
     "cached tokens",
     "rows after the cached prefix",
+    "position of the chunk's first row",
     "rows of its sequence in call",
     "place in call",
     "last sequence in call",
@@ -39,7 +40,6 @@ _ORDER = (
     "rank",
     "rows after the chunk's first",
     "rows before the chunk's last",
-    "position of the chunk's first row",
 )
 _SELDOM = ("generated", "masked by the loss", "sample", "token", "micro-batch", "frame")
 _OPERATION = {"is": 0.0, ">=": 0.0, "<=": 0.0, "is not": 0.1, "==": 0.1, "in": 0.3, "!=": 0.4}

@@ -143,25 +143,6 @@ def _in_halves(original: Callable[..., Any]) -> Callable[..., Any]:
     return scan
 
 
-@contextmanager
-def packs_without_borders(_context: BedContext) -> Iterator[None]:
-    """Packed scoring does not tell the mixers where sequences begin: convolution and scan run over the borders."""
-    from zkl_debug.engines.megatron import scoring
-    from zkl_debug.engines.patching import patched
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def params(*args: Any, **kwargs: Any) -> Any:
-            made = original(*args, **kwargs)
-            if made is not None:
-                made.seq_idx = None
-            return made
-
-        return params
-
-    with patched(scoring, "_packed_seq_params", wrap):
-        yield
-
-
 register(
     Fault(
         "S7",
@@ -195,6 +176,7 @@ register(
             "own",
             "first token of a reused slot",
             "the state of the slot's previous owner",
+            rule_says=("reused recurrent slot", "^no rule: every row alike"),
             names=("state-not-reset",),
             says=("left behind",),
         ),
@@ -234,23 +216,6 @@ register(
             "reduction order",
             rule_says=("longest query in call",),
             names=("reduction-order",),
-        ),
-    ),
-    Fault(
-        "M13",
-        "packed scoring does not tell the mixers where sequences begin (total_tokens left out)",
-        "mcore 0.19.2",
-        _BEDS,
-        BOTH_DTYPES,
-        ("train",),
-        packs_without_borders,
-        Answer(
-            ("decoder.layers.0.mixer/conv:out*",),
-            "score-prefill",
-            "own",
-            "first tokens of every packed sequence but the first",
-            "inputs of another document",
-            rule_says=("packed.*not first sequence in call|not first sequence in call.*packed",),
         ),
     ),
 )

@@ -56,26 +56,34 @@ def scan_fit(e: Evidence) -> Finding | None:
     found = [[fit for fit in both if fit is not None] for both in fits]
     if all(fit.start == 0 for both in found for fit in both):
         return _order(found, dtype)
-    return _dropped(e, found, limit, dtype) if all(any(fit.start for fit in both) for both in found) else None
+    # Far behind the edge what was dropped has decayed: such rows fit both ways, and tell nothing by themselves.
+    clear = [both for both in found if any(fit.start for fit in both)]
+    unclear = [both for both in found if not any(fit.start for fit in both)]
+    if len(clear) < _LEAST or not all(any(fit.late for fit in both) for both in unclear):
+        return None
+    return _dropped(e, clear, limit, dtype)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Where a row's scan began, and how far from it the row is; ``whole``: how far from the whole sequence."""
+    """Where a row's scan began, and how far from it the row is.
+
+    ``whole``: how far from the whole sequence. ``late``: a start in the middle of the sequence fits as well.
+    """
 
     start: int
     error: float
     whole: float
+    late: bool
 
 
 def _fit(row: ScanRow, dtype: str, limit: float) -> Fit | None:
     """The first of all starts that may have been which the row fits; None when it fits none."""
-    whole = distance(row, 0, dtype)
-    for start in (0, *row.starts):
-        error = whole if start == 0 else distance(row, start, dtype)
-        if error <= limit:
-            return Fit(start, error, whole)
-    return None
+    errors = {start: distance(row, start, dtype) for start in (0, *row.starts)}
+    fitting = [start for start, error in errors.items() if error <= limit]
+    if not fitting:
+        return None
+    return Fit(fitting[0], errors[fitting[0]], errors[0], any(start > 0 for start in fitting))
 
 
 def _order(found: list[list[Fit]], dtype: str) -> Finding:
