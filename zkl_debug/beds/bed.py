@@ -150,6 +150,7 @@ class BedOptions:
         chunked_prefill, prefix_caching: engine features.
         micro_batch: sequences in a padded scoring batch.
         left_pad: pad scoring batches on the left (mcore's rotary angles then shift with the padding).
+        replay_routing: scoring's routers take the experts that generation recorded (``RouterReplay``).
         rescore: 0, or sequences per batch of a second scoring pass over all sequences, padded.
         reprefill: after generation, submit prompt + generated tokens as prompts.
         longest_prompt: prompts are cut to so many tokens; 0 leaves them as planned.
@@ -178,6 +179,7 @@ class BedOptions:
     prefix_caching: bool = True
     micro_batch: int = 2
     left_pad: bool = False
+    replay_routing: bool = False
     rescore: int = 0
     reprefill: bool = True
     longest_prompt: int = 0
@@ -211,6 +213,8 @@ class BedOptions:
         wrong = [s for s in self.sides if s not in SIDES]
         if wrong or not self.sides:
             raise UsageError(f"sides {', '.join(self.sides) or 'none'}", f"some of {', '.join(SIDES)}")
+        if self.replay_routing and (known.on_gpu or not known.experts):
+            raise UsageError(f"bed {self.bed} has no routing to replay", "a bed of a CPU with experts: tiny-moe")
         if self.one_sided and known.on_gpu:
             raise UsageError(f"bed {self.bed} has no switches of one side alone", "a bed of a CPU", "zkl-debug beds")
         if self.chunk <= 0 or self.chunk % 64:

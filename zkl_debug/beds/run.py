@@ -69,6 +69,7 @@ class BedContext:
     one_sided: Mapping[str, tuple[Switch, ...]] = field(default_factory=dict)
     sequences: dict[int, tuple[int, ...]] = field(default_factory=dict)
     prompt_lens: dict[int, int] = field(default_factory=dict)
+    routing: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
     @property
     def packing(self) -> bool:
@@ -96,6 +97,8 @@ class BedContext:
         done = GenSide(tuple(results), tuple(again), time.perf_counter() - started)
         self.sequences = self.sequences or done.sequences
         self.prompt_lens = self.prompt_lens or {r.sample: r.prompt_length for r in results}
+        if self.options.replay_routing and not self.routing:
+            self.routing = _longest_routing((*results, *again))
         return done
 
     def run_train(self, sequences: Sequences | None = None) -> TrainSide:
@@ -119,8 +122,26 @@ class BedContext:
 
         log_probs: dict[int, LogProbs] = {}
         for batch in batches:
-            log_probs.update(zip(batch.samples, scoring.score_microbatch(self.model, batch), strict=True))
+            with self._replaying(batch):
+                log_probs.update(zip(batch.samples, scoring.score_microbatch(self.model, batch), strict=True))
         return log_probs
+
+    def _replaying(self, batch: MicroBatch) -> AbstractContextManager[None]:
+        if not self.options.replay_routing:
+            return nullcontext()
+        from zkl_debug.engines.megatron import replaying
+
+        return replaying.replaying(batch, self.routing)
+
+
+def _longest_routing(results: Sequence[GenResult]) -> dict[int, NDArray[np.int64]]:
+    """Recorded experts by sample: of the re-prefill pass where there is one, for it ran the last token as well."""
+    found: dict[int, NDArray[np.int64]] = {}
+    for result in results:
+        known = found.get(result.sample)
+        if result.routing is not None and (known is None or len(result.routing) > len(known)):
+            found[result.sample] = result.routing
+    return found
 
 
 @dataclass(frozen=True)
@@ -184,7 +205,8 @@ def open_bed(options: BedOptions) -> Iterator[BedContext]:
     from zkl_debug.engines.megatron import generation, hybrid, model, world
     from zkl_debug.stack.switches import applied
 
-    spec = model.ModelSpec(**{**known.model, **put_in.model})
+    replay = {"routing_replay": True} if options.replay_routing else {}
+    spec = model.ModelSpec(**{**known.model, **put_in.model, **replay})
     with ExitStack() as stack:
         stack.enter_context(_threads(options.threads))
         stack.enter_context(cpu_backend())

@@ -59,6 +59,7 @@ class GenResult:
         cached: leading prompt tokens that came from the prefix cache; their rows were never run.
         generated_log_probs: float32 [generated].
         prompt_log_probs: float32 [prompt_length - 1], entry i for token i + 1; NaN where the cache made it unknown.
+        routing: experts of every token that ran, int64 [rows, MoE layers, top-k]; None where none was handed back.
     """
 
     sample: int
@@ -68,6 +69,7 @@ class GenResult:
     cached: int
     generated_log_probs: NDArray[np.float32]
     prompt_log_probs: NDArray[np.float32]
+    routing: NDArray[np.int64] | None = None
 
     @property
     def log_probs(self) -> NDArray[np.float32]:
@@ -240,7 +242,13 @@ def result_of(request: Request, finished: Any) -> GenResult:
         cached=cached,
         generated_log_probs=every[prompt_length - 1 :],
         prompt_log_probs=every[: prompt_length - 1],
+        routing=_routing(finished),
     )
+
+
+def _routing(finished: Any) -> NDArray[np.int64] | None:
+    found = getattr(finished, "routing_indices", None)
+    return None if found is None else np.asarray(found, np.int64)
 
 
 def _without_generated(result: GenResult) -> GenResult:
