@@ -193,6 +193,51 @@ def test_large_weights_are_cut_to_the_outputs_that_differ() -> None:
 
 
 @pytest.mark.slow
+def test_rows_of_one_side_may_be_computed_in_several_ways(tmp_path: Path) -> None:
+    """The tile depends on another request: both sides of the edge are the same engine."""
+    run = tmp_path / "run"
+    record_bed(BedOptions(bed="tiny-gpt", fault="K5"), run, PAYLOAD)
+    done = write_bundle(run / "train", run / "gen", tmp_path / "bundle")
+    assert done.reproduced, done.notes
+    told = [str(done.replayed[side]["with"]) for side in ("a", "b")]
+    assert "tiles of 8 keys" in told[0]
+    assert "tiles of 4 keys" in told[1]
+    assert run_alone(done.folder).returncode == 0
+
+
+def test_what_each_side_is_given_goes_along(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run, out = tmp_path / "run", tmp_path / "bundle"
+    options = BedOptions(bed="tiny-gpt", fault="P5", reprefill=False)
+    record_bed(options, run, RecordOptions(level="payload", layers=(0, 0), certify=False))
+    with pytest.raises(SystemExit) as stop:
+        main(["bundle", str(run / "train"), str(run / "gen"), "--out", str(out)])
+    assert stop.value.code == 0
+    told = " ".join(capfd.readouterr().out.split())
+    assert "eps: a 1e-05, b 1e-06, from the operator as each side runs it" in told
+    assert "replay.py gives a bit for bit" in told
+    assert "replay.py gives b bit for bit" in told
+    assert {"weight/eps/a", "weight/eps/b", "weight/weight"} <= set(load(out / "tensors.safetensors"))
+    done = run_alone(out)
+    assert done.returncode == 0, done.stdout
+    assert "eps: a 1e-05, b 1e-06" in done.stdout
+    assert "the same elements as recorded" in done.stdout
+
+
+def test_a_bundle_says_itself_what_it_cannot_replay(
+    combine: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    a, b = (str(shutil.copytree(combine / side, tmp_path / side)) for side in ("train", "gen"))
+    site, out = "decoder.layers.2.input_layernorm:out", str(tmp_path / "bundle")
+    with pytest.raises(SystemExit) as stop:
+        main(["bundle", a, b, "--site", site, "--out", out, "--json"])
+    assert stop.value.code == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["reproduced"] is False
+    assert "replay.py has nothing to replay b with: weight/weight is not in the bundle" in document["notes"]
+    assert "nothing to replay" in run_alone(tmp_path / "bundle").stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "bed", "dtype", "right"),
     [
@@ -202,8 +247,13 @@ def test_large_weights_are_cut_to_the_outputs_that_differ() -> None:
         ("K12", "tiny-gpt", "fp32", "shift, exp, sum by halves, log"),
         ("P1", "tiny-gpt", "fp32", "one product, rounded to bfloat16"),
         ("P4", "tiny-gpt", "bf16", "rounded before gamma"),
-        ("P7", "tiny-gpt", "bf16", "frequencies rounded to bfloat16"),
+        ("P7", "tiny-gpt", "bf16", "pairs are halves, in bfloat16"),
         ("X2", "tiny-gpt", "bf16", "pairs are neighbours"),
+        ("P5", "tiny-gpt", "fp32", "a sum by halves, rounded once after gamma"),
+        ("L1", "tiny-gpt", "bf16", "shift, exp, sum by halves, log"),
+        ("X1", "tiny-gpt", "bf16", "pairs are halves"),
+        ("K8", "tiny-gpt", "fp32", "shift, exp, sum by halves, log"),
+        ("W2", "tiny-gpt", "bf16", "one product"),
     ],
 )
 def test_known_arithmetic_is_named_for_both_sides(fault: str, bed: str, dtype: str, right: str, tmp_path: Path) -> None:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from zkl_debug.beds import bundle_settings
 from zkl_debug.beds.bundle_tensors import Stored, cut_linear, safetensors
-from zkl_debug.beds.rebuild import recipe_of
 from zkl_debug.bits import round_to
 from zkl_debug.diff import diff_captures
 from zkl_debug.diff.edges import named_row
@@ -23,11 +24,12 @@ from zkl_debug.diff.explain.gather import Chosen, choose, port
 from zkl_debug.diff.explain.model import Evidence, Keys, Port, Values
 from zkl_debug.diff.model import Ints
 from zkl_debug.diff.referee import formula_of
-from zkl_debug.errors import Refused, UsageError, ZklError
-from zkl_debug.schema import Json, Phase, SiteName
+from zkl_debug.errors import Refused, UsageError
+from zkl_debug.schema import Json, Phase
 
 if TYPE_CHECKING:
     from zkl_debug.diff.comparison import Comparison
+    from zkl_debug.diff.verdict import Verdict
 
 _BYTES = 4 << 20
 
@@ -42,6 +44,8 @@ class Bundle:
         rows: pairs of rows in it.
         size: bytes of all files.
         notes: what is missing, and why.
+        settings: what the operator is given otherwise on each side: eps, temperature, positions ...
+        replayed: by ``a`` and ``b``, what replay.py reproduced here: ``with``, ``missed`` of ``elements``.
     """
 
     folder: Path
@@ -50,6 +54,13 @@ class Bundle:
     rows: int
     size: int
     notes: tuple[str, ...] = ()
+    settings: Mapping[str, Json] = field(default_factory=dict)
+    replayed: Mapping[str, Json] = field(default_factory=dict)
+
+    @property
+    def reproduced(self) -> bool:
+        """Whether replay.py gives both sides bit for bit."""
+        return bool(self.replayed) and all(told["missed"] == 0 for told in self.replayed.values())
 
 
 def write_bundle(dir_a: Path, dir_b: Path, out: Path, site: str | None = None, rows: int = 32) -> Bundle:
@@ -76,7 +87,7 @@ def write_bundle(dir_a: Path, dir_b: Path, out: Path, site: str | None = None, r
         raise Refused(f"{verdict.first.site} is no operator of a forward: nothing can be replayed", "an operator")
     at = find_site(comparison, site or verdict.first.site)
     chosen = _rows(comparison, verdict.edge, at, rows)
-    return _written(chosen, out, dir_a, dir_b)
+    return _written(chosen, verdict, out, dir_a, dir_b)
 
 
 def find_site(comparison: Comparison, name: str) -> int:
@@ -116,7 +127,7 @@ def _rows(comparison: Comparison, edge: str, site: int, most: int) -> Chosen:
     return replace(base, site=site, affected=differs, read=have[:fits])
 
 
-def _written(chosen: Chosen, out: Path, dir_a: Path, dir_b: Path) -> Bundle:
+def _written(chosen: Chosen, verdict: Verdict, out: Path, dir_a: Path, dir_b: Path) -> Bundle:
     comparison, pair = chosen.comparison, chosen.comparison.sites[chosen.site]
     formula = formula_of(Evidence(pair.parsed, pair.meta.semantic))
     notes: list[str] = []
@@ -133,7 +144,15 @@ def _written(chosen: Chosen, out: Path, dir_a: Path, dir_b: Path) -> Bundle:
     named = named_row(space, *chosen.rows(chosen.read))
     positions = space.position[named]
     tensors["positions"] = Stored(positions, "int64", positions.shape)
-    tensors |= _weights(pair.parsed, dir_a, dir_b, notes)
+    left, right = chosen.rows(chosen.read)
+    sides = (comparison.a, comparison.b)
+    of = (sides[int(space.side[left[0]])].side, sides[int(space.side[right[0]])].side)
+    tensors |= bundle_settings.parameters(pair.parsed, of, dir_a, dir_b, notes)
+    settings = bundle_settings.differing(tensors)
+    more, told = bundle_settings.fitted(verdict, pair.name, positions, space.sample[named].tolist(), tensors)
+    if "positions/a" in more:
+        del tensors["positions"]
+    tensors |= more
     columns = None
     if formula == "linear":
         tensors, columns = cut_linear(tensors, _BYTES)
@@ -141,12 +160,40 @@ def _written(chosen: Chosen, out: Path, dir_a: Path, dir_b: Path) -> Bundle:
         notes.append(f"the weight is large: {len(columns)} of its outputs are here, those that differ most often")
     meta = _metadata(chosen, formula, named, notes)
     meta["columns"] = None if columns is None else columns.tolist()
+    meta["settings"] = settings | told
     out.mkdir(parents=True, exist_ok=True)
     (out / "tensors.safetensors").write_bytes(safetensors(tensors))
+    meta["replayed"] = replayed = _replayed(out, formula, notes)
     (out / "metadata.json").write_text(json.dumps(meta, indent=2) + "\n")
     (out / "replay.py").write_text(Path(__file__).with_name("bundle_script.py").read_text())
     size = sum(file.stat().st_size for file in out.iterdir())
-    return Bundle(out, pair.name, formula, len(chosen.read), size, tuple(notes))
+    return Bundle(out, pair.name, formula, len(chosen.read), size, tuple(notes), meta["settings"], replayed)
+
+
+def _replayed(out: Path, formula: str, notes: list[str]) -> dict[str, Json]:
+    """What replay.py makes of the bundle, by row of the pair: the arithmetic that comes closest, and what it misses."""
+    if not formula:
+        return {}
+    import torch
+
+    from zkl_debug.beds import bundle_script
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        tensors = bundle_script.load(out / "tensors.safetensors")
+        found = {side: bundle_script.replay(tensors, formula, side) for side in bundle_settings.LETTERS}
+    finally:
+        torch.set_num_threads(threads)
+    told: dict[str, Json] = {}
+    for side, (name, missed, got) in found.items():
+        elements = tensors[f"out/{side}"].numel()
+        told[side] = {"with": name, "missed": None if got is None else missed, "elements": elements}
+        if got is None:
+            notes.append(f"replay.py has nothing to replay {side} with: {name}")
+        elif missed:
+            notes.append(f"replay.py does not give {side}: closest is {name}, {missed} of {elements} elements miss")
+    return told
 
 
 def _metadata(chosen: Chosen, formula: str, named: Ints, notes: list[str]) -> dict[str, Json]:
@@ -236,22 +283,3 @@ def _attention(chosen: Chosen, tensors: dict[str, Stored], notes: list[str]) -> 
             tensors[f"{name}/{letter}"] = Stored(round_to(values, dtype), dtype, values.shape)
     notes.append(f"{len(kept)} rows of {shape[0]} heads, each with all keys it reads")
     return replace(chosen, read=chosen.read[kept]), kept
-
-
-def _weights(site: SiteName, dir_a: Path, dir_b: Path, notes: list[str]) -> dict[str, Stored]:
-    """Parameters of the operator from the rebuilt bed, as the model was built; none for other captures."""
-    try:
-        recipe = recipe_of(dir_a, dir_b)
-    except ZklError:
-        notes.append("weights are not in the bundle: the captures are not those of a bed")
-        return {}
-    from zkl_debug.beds.run import open_bed
-    from zkl_debug.beds.weights import operator_parameters
-    from zkl_debug.capture.layout import dtype_name, raw_bits
-
-    found = {}
-    with open_bed(recipe.options) as context:
-        for name, value in operator_parameters(context, site).items():
-            bits = raw_bits(value.reshape(1, -1)).copy()
-            found[f"weight/{name}"] = Stored(bits, dtype_name(value), tuple(value.shape))
-    return found

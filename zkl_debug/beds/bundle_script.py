@@ -96,8 +96,8 @@ def combine(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
 
 def norm(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
     """RMS norm, or layer norm where there is a bias."""
-    x, w, eps = of(t, "in", side).float(), t["weight/weight"], float(t["weight/eps"])
-    bias = t.get("weight/bias")
+    x, w, eps = of(t, "in", side).float(), of(t, "weight/weight", side), float(of(t, "weight/eps", side))
+    bias = maybe(t, "weight/bias", side)
     if bias is not None:
         return {
             "layer norm in float32": lambda: torch.nn.functional.layer_norm(x, w.shape, w.float(), bias.float(), eps)
@@ -123,10 +123,10 @@ def norm(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
 
 def linear(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
     """x W^T, whole or with the inner axis in chunks."""
-    x, w = of(t, "in", side), t["weight/weight"]
+    x, w = of(t, "in", side), of(t, "weight/weight", side)
     x = x.to(w.dtype) if out.dtype == w.dtype else x.float()
     w = w.to(x.dtype)
-    bias = t.get("weight/bias")
+    bias = maybe(t, "weight/bias", side)
 
     def added(product: Tensor) -> Tensor:
         return product if bias is None else product + bias.to(product.dtype)
@@ -134,10 +134,20 @@ def linear(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
     def chunks(count: int) -> Tensor:
         return chain([a @ b.t() for a, b in zip(x.chunk(count, 1), w.chunk(count, 1), strict=True)], x.dtype)
 
+    def rows_of(count: int, start: Tensor, other: Tensor) -> Tensor:
+        """The product of ``count`` rows at a time, the last ones filled up with zeros."""
+        full = torch.nn.functional.pad(start, (0, 0, 0, -len(start) % count))
+        return torch.cat([full[i : i + count] @ other.t() for i in range(0, len(full), count)])[: len(start)]
+
     forms: Forms = {"one product": lambda: added(x @ w.t())}
     for count in (2, 4, 8):
         if x.shape[1] % count == 0:
             forms[f"inner axis in {count} chunks"] = lambda count=count: added(chunks(count))  # type: ignore[misc]
+    forms["16 rows at a time"] = lambda: added(rows_of(16, x, w))
+    if x.shape[1] % 2 == 0:
+        halves = list(zip(x.chunk(2, 1), w.chunk(2, 1), strict=True))
+        name = "16 rows at a time, inner axis in 2 chunks"
+        forms[name] = lambda: added(chain([rows_of(16, a, b) for a, b in halves], x.dtype))
     forms["row by row"] = lambda: added(torch.cat([row[None] @ w.t() for row in x]))
     forms["in float32, rounded once"] = lambda: added(x.float() @ w.float().t())
     forms["one product, rounded to bfloat16"] = lambda: added(x @ w.t()).to(torch.bfloat16)
@@ -145,15 +155,21 @@ def linear(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
 
 
 def log_softmax(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
-    """log-softmax over the last axis."""
+    """log-softmax over the last axis, at a temperature where one was used."""
     x = of(t, "in", side).float()
+    temperature = maybe(t, "weight/temperature", side)
+    if temperature is not None and float(temperature) != 1:
+        x = x / float(temperature)
 
     def shifted(total: Callable[[Tensor], Tensor]) -> Tensor:
         moved = x - x.amax(-1, keepdim=True)
         return moved - total(moved.exp()).log()[..., None]
 
+    def chunked(count: int) -> Callable[[Tensor], Tensor]:
+        return lambda e: chain([tree(part) for part in e.chunk(count, -1)], e.dtype)
+
     del out
-    return {
+    forms: Forms = {
         "torch's log_softmax": lambda: torch.log_softmax(x, -1),
         "x - logsumexp(x)": lambda: x - torch.logsumexp(x, -1, keepdim=True),
         "shift, exp, sum, log": lambda: shifted(lambda e: e.sum(-1)),
@@ -162,13 +178,17 @@ def log_softmax(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
             x - (x.amax(-1) + tree((x - x.amax(-1, keepdim=True)).exp()).log())[..., None]
         ),
     }
+    for count in (2, 4, 8):
+        forms[f"shift, exp, sum in {count} chunks, log"] = lambda count=count: shifted(chunked(count))  # type: ignore[misc]
+    return forms
 
 
 def attention(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
     """Softmax attention of single rows; row i reads keys [starts[i], starts[i + 1])."""
     q, k, v = (of(t, name, side) for name in ("in", "in.1", "in.2"))
     starts = of(t, "starts", side).tolist()
-    scale = float(t["weight/scale"]) if "weight/scale" in t else q.shape[-1] ** -0.5
+    given = maybe(t, "weight/scale", side)
+    scale = q.shape[-1] ** -0.5 if given is None else float(given)
 
     def rows(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         results = []
@@ -205,19 +225,38 @@ def attention(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
         one, two = (half * (lse - both).exp()[:, None] for half, lse in parts)
         return one + two
 
-    return {
+    def tiled(tile: int, kept: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            missing = max(128, 1 << (len(k) - 1).bit_length()) - len(k)
+            score = torch.nn.functional.pad(tree(q.float() * k.float()).t() * scale, (0, missing), value=float("-inf"))
+            weight = (score - score.amax(-1, keepdim=True)).exp()
+            weighted = (weight / tree(weight)[:, None])[..., None] * torch.nn.functional.pad(
+                v.float().transpose(0, 1), (0, 0, 0, missing)
+            )
+            tiles = weighted.reshape(len(weighted), -1, tile, weighted.shape[-1])
+            sums = tree(tiles.movedim(2, -1)).to(kept)
+            return chain(list(sums.unbind(1)), kept)
+
+        return attend
+
+    forms: Forms = {
         "one pass in float32": lambda: rows(whole),
         "sums by halves in float32": lambda: rows(by_halves),
         "products in the input's dtype, softmax in float32": lambda: rows(narrow),
         "two halves of the keys merged by log-sum-exp": lambda: rows(merged),
     }
+    for kept in dict.fromkeys((out.dtype, torch.float32)):
+        for tile in (4, 8, 16, 32, 64):
+            name = f"tiles of {tile} keys, each kept in {short(kept)}, added in order"
+            forms[name] = lambda tile=tile, kept=kept: rows(tiled(tile, kept))  # type: ignore[misc]
+    return forms
 
 
 def rope(t: dict[str, Tensor], side: str, out: Tensor) -> Forms:
     """Rotation of channel pairs by position times frequency."""
     x = of(t, "in", side)
     x = x.reshape(len(x), -1, x.shape[-1])
-    frequency, position = t["weight/frequencies"].float(), t["positions"].float()
+    frequency, position = of(t, "weight/frequencies", side).float(), of(t, "positions", side).float()
 
     def turned(f: Tensor, inside: torch.dtype, pairs: bool) -> Tensor:
         angle = (position[:, None] * f)[:, None, :]
@@ -265,6 +304,11 @@ def of(t: dict[str, Tensor], name: str, side: str) -> Tensor:
     return t[f"{name}/{side}"] if f"{name}/{side}" in t else t[name]
 
 
+def maybe(t: dict[str, Tensor], name: str, side: str) -> Tensor | None:
+    """As :func:`of`, None where there is none."""
+    return t.get(f"{name}/{side}", t.get(name))
+
+
 def short(dtype: torch.dtype) -> str:
     """Name of a dtype without its prefix."""
     return str(dtype).removeprefix("torch.")
@@ -276,22 +320,38 @@ def bits(x: Tensor) -> Tensor:
 
 
 def replay(t: dict[str, Tensor], formula: str, side: str) -> tuple[str, int, Tensor | None]:
-    """The arithmetic that comes closest to a side: its name, how many elements it misses, and its output."""
+    """The arithmetic that comes closest to a side: its name, how many elements it misses, and its output.
+
+    Rows of a side may come from calls that computed differently: where no arithmetic gives all of them, each row is
+    given by the first that gives it. Without an output the name says why there is none.
+    """
     out = t[f"out/{side}"]
-    best: tuple[str, int, Tensor | None] = ("", out.numel() + 1, None)
     if formula not in FORMULAS:
-        return best
+        return "no formula is known", out.numel(), None
     try:
         forms = FORMULAS[formula](t, side, out)
     except KeyError as error:
-        print(f"{side.upper()}: {error.args[0]} is not in the bundle, nothing can be replayed")
-        return best
+        return f"{error.args[0]} is not in the bundle", out.numel(), None
+    best, tried = ("", out.numel() + 1, out), []
     for name, form in forms.items():
         got = form().to(out.dtype).reshape(out.shape)
-        missed = int((bits(got) != bits(out)).sum())
-        if missed < best[1]:
-            best = (name, missed, got)
-    return best
+        rows = (bits(got) != bits(out)).sum(1)
+        tried.append((name, rows, got))
+        if int(rows.sum()) < best[1]:
+            best = (name, int(rows.sum()), got)
+    return best if best[1] == 0 else _row_by_row(out, tried) or best
+
+
+def _row_by_row(out: Tensor, tried: list[tuple[str, Tensor, Tensor]]) -> tuple[str, int, Tensor] | None:
+    """Every row by the first arithmetic that gives it; None where one is given by none."""
+    got, open_rows, names = out.clone(), torch.ones(len(out), dtype=torch.bool), []
+    for name, missed, value in tried:
+        mine = open_rows & (missed == 0)
+        if bool(mine.any()):
+            got[mine] = value[mine]
+            open_rows &= ~mine
+            names.append(f"{name} ({int(mine.sum())} rows)")
+    return None if bool(open_rows.any()) else ("; ".join(names), 0, got)
 
 
 def show(t: dict[str, Tensor], meta: dict[str, Any], most: int) -> set[tuple[int, int]]:
@@ -328,11 +388,13 @@ def main() -> int:
     print(
         f"{meta['site']}  ({meta['formula'] or 'no known formula'}), a: {meta['sides']['a']}, b: {meta['sides']['b']}"
     )
+    for name, told in meta.get("settings", {}).items():
+        print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in told.items()))
     recorded = show(tensors, meta, most)
     found = {side: replay(tensors, meta["formula"], side) for side in ("a", "b")}
     for side, (name, missed, got) in found.items():
         if got is None:
-            print(f"{side}: no arithmetic to replay")
+            print(f"{side}: nothing to replay: {name}")
         elif missed == 0:
             print(f"{side}: bit for bit as recorded with: {name}")
         else:

@@ -49,25 +49,31 @@ def cut_linear(tensors: Mapping[str, Stored], most: int) -> tuple[dict[str, Stor
     """A linear layer's tensors with only some of its outputs, where the weight is larger than ``most`` bytes.
 
     Args:
-        tensors: with ``out/a``, ``out/b`` and ``weight/weight`` [n, k]; ``weight/bias`` [n] may be there.
-        most: bytes that the weight may have.
+        tensors: with ``out/a``, ``out/b`` and ``weight/weight`` [n, k] (or one for each side); ``weight/bias`` [n] may
+            be there.
+        most: bytes that the weights may have.
 
     Returns:
         The tensors, and the outputs that were kept, most often differing ones first among those that fit, in
         ascending order; None when nothing was cut.
     """
-    weight, a, b = (tensors.get(name) for name in ("weight/weight", "out/a", "out/b"))
-    if weight is None or a is None or b is None or weight.nbytes <= most:
+    named = [name for name in tensors if name.startswith(("weight/weight", "weight/bias"))]
+    weights = [tensors[name] for name in named if name.startswith("weight/weight")]
+    a, b = (tensors.get(name) for name in ("out/a", "out/b"))
+    weight = max(weights, key=lambda w: w.nbytes, default=None)
+    if weight is None or a is None or b is None or sum(w.nbytes for w in weights) <= most:
+        return dict(tensors), None
+    if any(tensors[name].shape[:1] != weight.shape[:1] for name in named):
         return dict(tensors), None
     outputs = weight.shape[0]
     differ = (_matrix(a) != _matrix(b)).sum(axis=0)
-    room = max(1, most // (weight.nbytes // outputs))
+    room = max(1, most // (sum(w.nbytes for w in weights) // outputs))
     kept = np.sort(np.argsort(-differ, kind="stable")[:room])
     cut = dict(tensors)
     for name in ("out/a", "out/b"):
         cut[name] = Stored(_matrix(tensors[name])[:, kept], tensors[name].dtype, (len(_matrix(a)), len(kept)))
-    for name in ("weight/weight", "weight/bias"):
-        if name in cut:
+    for name in named:
+        if cut[name].shape:
             rows = cut[name].bits.reshape(outputs, -1)[kept]
             cut[name] = Stored(rows, cut[name].dtype, (len(kept), *cut[name].shape[1:]))
     return cut, kept

@@ -40,6 +40,9 @@ def command(a: Path, b: Path, site: str | None, out: Path, rows: int, as_json: b
                 "rows": done.rows,
                 "bytes": done.size,
                 "notes": list(done.notes),
+                "settings": dict(done.settings),
+                "replayed": dict(done.replayed),
+                "reproduced": done.reproduced,
             }
         )
         return 0
@@ -47,6 +50,11 @@ def command(a: Path, b: Path, site: str | None, out: Path, rows: int, as_json: b
     console.print(f"[bold]{done.site}[/]: {done.rows} rows, {done.size / (1 << 20):.2f} MiB in {out}")
     if not done.formula:
         console.print("no formula is known for it: replay.py shows the differing elements only")
+    for name, told in done.settings.items():
+        console.print(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in told.items()))
+    for side, told in done.replayed.items():
+        if told["missed"] == 0:
+            console.print(f"  replay.py gives {side} bit for bit: {told['with']}")
     for note in done.notes:
         console.print(f"  {note}")
     console.print(f"next: python {out}/replay.py")

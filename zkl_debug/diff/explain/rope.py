@@ -276,7 +276,7 @@ def position_shift(e: Evidence) -> Finding | None:
     if any(len(values) > 1 for values in by_sample.values()):
         return None
     each = {str(sample): values[0] for sample, values in by_sample.items()}
-    evidence: dict[str, Json] = {"shift": each, "side": e.side(side), "rows": len(shift)}
+    evidence: dict[str, Json] = {"shift": each, "side": e.side(side), "on_right": side, "rows": len(shift)}
     padding = e.call.get("padding")
     if padding is not None and bool((np.abs(shift) == padding).all()):
         evidence["equals_padding"] = True
