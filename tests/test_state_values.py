@@ -115,3 +115,34 @@ def test_zero_of_another_sign_is_not_equal() -> None:
     plus, minus = values(np.zeros((2, 2))), Values(np.full((2, 2), 1 << 31, np.uint32), "float32")
     assert explain(minus, plus)[0] == "zero"
     assert explain(plus, plus)[0] == "equal"
+
+
+@pytest.mark.parametrize(
+    ("at", "part"),
+    [
+        ((slice(9, 12),), "rows 9 to 11 of 12"),
+        ((slice(None), slice(0, 2)), "columns 0 to 1 of 8"),
+        ((slice(0, 1), slice(2, 5)), "elements 2 to 4 of 96"),
+        ((slice(0, 12, 3), slice(0, 8, 3)), "scattered"),
+    ],
+)
+def test_a_part_that_was_not_updated(at: tuple[slice, ...], part: str) -> None:
+    both = NOW.copy()
+    both[at] = OLD[at]
+    form, version, detail = explain(values(both), values(OLD), values(NOW))
+    assert (form, version) == ("partly updated", 0)
+    assert part in str(detail["part"])
+    both[5, 5] += 1.0
+    assert explain(values(both), values(OLD), values(NOW))[0] == "none"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_versions_blended(dtype: str) -> None:
+    old, now = values(OLD, dtype), values(NOW, dtype)
+    form, version, detail = explain(values(0.75 * now.floats + 0.25 * old.floats, dtype), old, now)
+    assert (form, version) == ("blend", 0)
+    assert detail["share"] == pytest.approx(0.75, abs=5e-3)
+    assert explain(values(noise(7, 12, 8), dtype), old, now)[0] == "none"
+    # Rounding noise on the current version is no blend.
+    near = now.floats + 1e-9 * noise(8, 12, 8)
+    assert explain(values(near, dtype), old, now)[0] in ("equal", "none")

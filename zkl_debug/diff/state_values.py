@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zkl_debug.bits import dtype_info, round_to, to_float64
+from zkl_debug.diff.state_mixed import blended, mixed
 from zkl_debug.schema import Json
 
 _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -57,7 +58,7 @@ class Match:
 
     Attributes:
         form: ``equal``, ``cast``, ``dtype-rounded``, ``permutation``, ``shift``, ``scale``, ``offset``, ``zero``,
-            ``constant``, ``negative exponential``, ``transposed`` ... or ``none``.
+            ``constant``, ``negative exponential``, ``transposed``, ``partly updated``, ``blend`` ... or ``none``.
         source: the tensor it comes from; None for ``zero``, ``constant`` and ``none``.
         detail: the form's parameters.
     """
@@ -75,6 +76,10 @@ class Match:
         other = f" of {self.source.name}" if name and self.source.name != name else ""
         if self.form == "equal":
             return version + other
+        if self.form == "partly updated":
+            return f"partly updated: {self.detail['part']} are of {version}{other}"
+        if self.form == "blend":
+            return f"{self.detail['share']} of the current version and the rest of {version}{other}"
         extra = "".join(
             f", {k} {v}" for k, v in self.detail.items() if k in ("dtype", "rows", "ratio", "offset", "axis")
         )
@@ -112,7 +117,33 @@ def explain_values(found: Values, candidates: Iterable[tuple[Source, Values]]) -
             if detail is not None:
                 name = str(detail.pop("form"))
                 return Match(name, source, detail)
-    return Match("none", None, _nearest(found, known))
+    return _of_two(found, known) or Match("none", None, _nearest(found, known))
+
+
+def _of_two(found: Values, known: Sequence[tuple[Source, Values]]) -> Match | None:
+    """The first candidate and an older one at once."""
+    for source, values in known[1:]:
+        first, new = known[0]
+        if not found.dtype == new.dtype == values.dtype:
+            continue
+        detail = mixed(found.bits, new.bits, values.bits)
+        if detail is not None and ("scattered" not in str(detail["part"]) or _far_apart(new, values)):
+            return Match("partly updated", source, {**detail, "rest": f"version {first.version}"})
+        detail = blended(found.floats, new.floats, values.floats, found.dtype)
+        if detail is not None:
+            return Match("blend", source, {**detail, "rest": f"version {first.version}"})
+    return None
+
+
+def _far_apart(one: Values, other: Values) -> bool:
+    """Whether what lies between two versions could not be rounded to either: most differ by more than a few units."""
+    if not dtype_info(one.dtype).is_float:
+        return True
+    a, b = one.floats, other.floats
+    apart = (
+        np.abs(a - b)[a != b] / (2.0 ** -dtype_info(one.dtype).mantissa_bits * np.maximum(np.abs(a), np.abs(b)))[a != b]
+    )
+    return bool(np.median(apart) > _CLEAR)
 
 
 def _alone(found: Values) -> Match | None:

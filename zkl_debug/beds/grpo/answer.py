@@ -103,9 +103,9 @@ def _name(finding: StateFinding) -> str:
         return "swapped-parameters"
     if form == "equal":
         return "stale-weights" if finding.role == "changed" else "weights-not-updated"
-    return {"dtype-rounded": "extra-rounding", "permutation": "permuted-weights", "none": "unknown-weights"}.get(
-        form, f"{form}-weights"
-    )
+    names = {"dtype-rounded": "extra-rounding", "permutation": "permuted-weights", "none": "unknown-weights"}
+    names |= {"partly updated": "partly-updated-weights", "blend": "blended-weights"}
+    return names.get(form, f"{form}-weights")
 
 
 def _plural(kind: str) -> str:
