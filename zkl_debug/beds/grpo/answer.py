@@ -44,7 +44,7 @@ class Group:
 
 
 def groups(findings: Sequence[StateFinding], parameters: int) -> list[Group]:
-    """Findings put together by what they are and which event answers for them; the given order is kept.
+    """Findings put together by what they are and which event answers for them, in the given order, unknown ones last.
 
     Args:
         findings: from the state diff.
@@ -53,7 +53,8 @@ def groups(findings: Sequence[StateFinding], parameters: int) -> list[Group]:
     sorted_out: dict[tuple[Any, ...], list[StateFinding]] = {}
     for finding in findings:
         sorted_out.setdefault(_key(finding), []).append(finding)
-    return [_group(tuple(members), parameters) for members in sorted_out.values()]
+    found = [_group(tuple(members), parameters) for members in sorted_out.values()]
+    return sorted(found, key=lambda group: group.name == "unknown-weights")
 
 
 def _key(finding: StateFinding) -> tuple[Any, ...]:
