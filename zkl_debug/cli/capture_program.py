@@ -20,7 +20,7 @@ def run_program(command: Sequence[str], settings: Settings) -> int:
     console = stderr()
     if not folders:
         console.print(
-            "zkl-debug: nothing was captured: no model of megatron-core or transformers was called\n"
+            f"zkl-debug: nothing was captured: {_ended(status)}no model of megatron-core or transformers was called\n"
             "expected: a program run by a Python that has zkl-debug installed, without -I or -S\n"
             "next: name the class with --model MODULE:CLASS, or use zkl_debug.capture(...) in the program",
             markup=False,
@@ -30,3 +30,7 @@ def run_program(command: Sequence[str], settings: Settings) -> int:
         for folder in folders:
             console.print(f"captured {folder}", markup=False)
     return status
+
+
+def _ended(status: int) -> str:
+    return f"the program ended with status {status}, and until then " if status else ""

@@ -115,9 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = group.main(args=arguments, prog_name="zkl-debug", standalone_mode=False)
     except ZklError as error:
-        click.echo(f"zkl-debug: {error}", err=True)
+        following = error.next_step or _help_of(arguments)
+        told = str(error) if error.next_step else f"{error}\nnext: {following}"
+        click.echo(f"zkl-debug: {told}", err=True)
         code = error.exit_code
-        _error_json(arguments, before, error.found, error.expected, error.next_step, int(code))
+        _error_json(arguments, before, error.found, error.expected, following, int(code))
     except click.exceptions.Abort:
         again = shlex.join(["zkl-debug", *arguments])
         click.echo(f"zkl-debug: interrupted\nnext: {again}", err=True)
@@ -132,6 +134,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         code = _output_failed(error)
     sys.exit(_flushed(int(code or 0)))
+
+
+def _help_of(arguments: Sequence[str]) -> str:
+    """The help of the command that was called, which ends with examples."""
+    words = [word for word in arguments[:2] if not word.startswith("-")]
+    command = [words[0]] if words and words[0] in COMMANDS else []
+    if command and command[0] in ("bisect", "bench"):
+        command += words[1:2]
+    return " ".join(["zkl-debug", *command, "--help"])
 
 
 #: Exit status where nobody read the output to its end, as a shell gives it for SIGPIPE; never that of a verdict.

@@ -196,12 +196,16 @@ def check_input_site(
     sample, position = int(space.sample[row]), int(space.position[row])
     rows = len(np.unique(pairs.key[differs]))
     detail: dict[str, Json] = {"site": pair.name, "sample": sample, "position": position, "rows": rows}
-    detail |= _fed_values(pair, where, space, pairs, differs, first)
+    detail |= _fed_values(pair, where, space, pairs, differs, first, code)
     values = f": {detail['a']} on one side, {detail['b']} on the other" if "a" in detail else ""
+    always = f", always by {detail['shift']}" if "shift" in detail else ""
+    if "shift_of_sample" in detail:
+        shifts = ", ".join(f"sample {s} by {n}" for s, n in list(detail["shift_of_sample"].items())[:4])
+        always = f", in each sequence by a number of its own ({shifts}): is padding on the left counted on one side?"
     return refuse(
         code,
         f"{what.replace('_', ' ')} differ at sample {sample} position {position}{values}",
-        f"{rows} row(s) of {pair.name} differ" + (f", always by {detail['shift']}" if "shift" in detail else ""),
+        f"{rows} row(s) of {pair.name} differ{always}",
         "both sides fed the same: layers cannot be blamed while their inputs differ",
         "check padding, position ids and masks where the batch is built, then capture again",
         **detail,
@@ -209,9 +213,9 @@ def check_input_site(
 
 
 def _fed_values(
-    pair: SitePair, where: SiteRows, space: RowSpace, pairs: Pairs, differs: Ints, first: int
+    pair: SitePair, where: SiteRows, space: RowSpace, pairs: Pairs, differs: Ints, first: int, code: str
 ) -> dict[str, Json]:
-    """The two values at the first difference, and their distance when it is the same everywhere."""
+    """The two values at the first difference, and their distance when it is the same everywhere, or in each sample."""
     differs = differs[where.bits[pairs.left[differs]] & where.bits[pairs.right[differs]]]
     if pair.differ or first not in differs:
         return {}
@@ -224,4 +228,9 @@ def _fed_values(
     gaps = np.unique(b - a)
     if len(gaps) == 1:
         values["shift"] = int(gaps[0])
+        return values
+    samples = space.sample[named_row(space, pairs.left, pairs.right)[differs]]
+    by_sample = {int(sample): np.unique((b - a)[samples == sample]) for sample in np.unique(samples)}
+    if code == "positions-differ" and all(len(shifts) == 1 for shifts in by_sample.values()):
+        values["shift_of_sample"] = {str(sample): int(shifts[0]) for sample, shifts in by_sample.items()}
     return values

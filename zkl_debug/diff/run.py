@@ -126,7 +126,8 @@ def _diff(joined: Joined, partial: bool, verify_bytes: bool, comparing: dict[str
     if joined.changed and first is not None:
         checks["names"]["first"] = dict(zip("ab", joined.own(first.site), strict=True))
     rows, why = affected(comparison), explain(comparison)
-    hints = suggestions(comparison, Outcome.IDENTICAL if edge is None else Outcome.DIVERGED, first, coverage)
+    outcome = Outcome.IDENTICAL if edge is None else Outcome.DIVERGED
+    hints = suggestions(comparison, outcome, first, coverage, verify_bytes)
     handed = _handed(comparison, checks)
     if handed is not None:
         why = (*why, handed_over.finding(handed).to_json())

@@ -13,8 +13,10 @@ from zkl_debug.diff.coverage import Coverage
 from zkl_debug.diff.model import CaptureLike, Outcome, fact
 
 
-def suggestions(comparison: Comparison, outcome: Outcome, first: First | None, coverage: Coverage) -> tuple[str, ...]:
-    """Next commands for a finished comparison."""
+def suggestions(
+    comparison: Comparison, outcome: Outcome, first: First | None, coverage: Coverage, verified: bool
+) -> tuple[str, ...]:
+    """Next commands for a finished comparison; ``verified``: digests were recomputed and bytes compared where both are."""
     a, b = (path_of(capture, name) for capture, name in ((comparison.a, "A"), (comparison.b, "B")))
     alone = isinstance(comparison.b, Alone)
     if outcome is Outcome.IDENTICAL:

@@ -358,7 +358,7 @@ def load_manifest(root: Path) -> dict[str, Json]:
         CaptureInvalid: when there is none or it is not one.
     """
     if not root.is_dir():
-        raise CaptureInvalid(f"{root} is not a folder", "a capture folder")
+        raise CaptureInvalid(f"{root} is not a folder", "a capture folder", "zkl-debug capture --help")
     path = root / MANIFEST
     if not path.exists() and not path.is_symlink():
         files = list_segment_files(root)
