@@ -13,7 +13,7 @@ from zkl_debug.diff.tables import edge_stats
 from zkl_debug.diff.verdict import Verdict
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 _STYLE = {
     Outcome.IDENTICAL: "bold green",
@@ -25,6 +25,7 @@ _NEXT_SITES = 5
 _OWN_SITES = 3
 _SKIP_LINES = 6
 _WHY_LINES = 3
+_TABLE_COLUMNS = 70  # below, a table folds its cells into columns of a few letters
 
 
 def print_report(verdict: Verdict, console: Console) -> None:
@@ -145,23 +146,39 @@ def _percent(share: Share) -> str:
     return f"{100.0 * share.compared / share.of:.1f} %"
 
 
+class _ByWidth:
+    """A table where there is room for it, else its lines."""
+
+    def __init__(self, wide: RenderableType, narrow: RenderableType) -> None:
+        self.wide, self.narrow = wide, narrow
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield self.wide if options.max_width >= _TABLE_COLUMNS else self.narrow
+
+
 def _edges(verdict: Verdict) -> RenderableType:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("edge", "rows", "differ", "first site", "kind", "ulp"):
         table.add_column(name, justify="right" if name in ("rows", "differ", "ulp") else "left", overflow="fold")
+    lines: list[str] = []
     order = [*MAIN_EDGES, *(edge for edge in EDGE_PRIORITY if edge not in MAIN_EDGES and edge in verdict.edges)]
     for edge in order:
         summary = verdict.edges[edge]
         mark = "> " if edge == verdict.edge else "  "
         if summary.compared == 0:
             table.add_row(mark + edge, "0", "", "not crossed by any row", "", "")
+            lines.append(f"{mark}{edge}: not crossed by any row")
             continue
         first = summary.first
         cells = ("equal", "", "") if first is None else (first.site, first.kind.label, _ulp(first))
         table.add_row(mark + edge, str(summary.compared), str(summary.mismatched), *cells)
-    return table
+        lines.append(f"{mark}{edge}: {summary.mismatched} of {summary.compared} rows differ")
+        if first is not None:
+            lines.append(f"    {first.site}\n    {first.kind.label}, {_ulp(first)} ulp")
+    return _ByWidth(table, Text("\n".join(lines)))
 
 
 def _ulp(first: First) -> str:
@@ -214,12 +231,15 @@ def _following(verdict: Verdict) -> Iterator[RenderableType]:
     own, inherited = after[after["own"] > 0], after[after["own"] == 0]
     yield Text(f"then      {len(after)} more sites differ, {len(own)} of them on their own")
     view = Table(box=None, pad_edge=False, show_header=False)
+    lines: list[str] = []
     shown = [*own[:_OWN_SITES], *inherited[: _NEXT_SITES - min(_OWN_SITES, len(own))]]
     for row in shown:
         stats = edge_stats(verdict.comparison, int(row["order"]), str(row["edge"]))
         ulp = "" if stats.max_ulp is None else f"{stats.max_ulp} ulp"
-        view.add_row(f"  {row['site']}", f"{row['mismatched']}/{row['compared']}", str(row["kind"]), ulp)
-    yield view
+        cells = (f"{row['mismatched']}/{row['compared']}", str(row["kind"]), ulp)
+        view.add_row(f"  {row['site']}", *cells)
+        lines.append(f"  {row['site']}\n    {' '.join(cells)}")
+    yield _ByWidth(view, Text("\n".join(lines)))
 
 
 def _rule(rule: Mapping[str, Any]) -> str:

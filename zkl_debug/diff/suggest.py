@@ -11,17 +11,19 @@ from zkl_debug.diff.answer import First
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.coverage import Coverage
 from zkl_debug.diff.model import CaptureLike, Outcome, fact
+from zkl_debug.diff.sites import SitePair
 
 
 def suggestions(
     comparison: Comparison, outcome: Outcome, first: First | None, coverage: Coverage, verified: bool
 ) -> tuple[str, ...]:
-    """Next commands for a finished comparison; ``verified``: digests were recomputed and bytes compared where both are."""
+    """Next commands for a finished comparison; ``verified``: ``--verify-bytes`` was given."""
     a, b = (path_of(capture, name) for capture, name in ((comparison.a, "A"), (comparison.b, "B")))
     alone = isinstance(comparison.b, Alone)
     if outcome is Outcome.IDENTICAL:
-        has_payload = any(pair.a is not None and pair.a.has_payload for pair in comparison.sites)
-        verify = has_payload and not comparison.all_bytes
+        sides = ("a",) if alone else ("a", "b")
+        both = all(any(_has_payload(pair, side) for pair in comparison.sites) for side in sides)
+        verify = both and not verified and not comparison.all_bytes
         return (f"zkl-debug diff {a}{'' if alone else ' ' + b} --verify-bytes",) if verify else ()
     if alone:
         return (f"zkl-debug inspect {a}",)
@@ -38,6 +40,11 @@ def suggestions(
     elif coverage.matched < coverage.captured:
         commands.append(f"zkl-debug inspect {b}")
     return tuple(commands)
+
+
+def _has_payload(pair: SitePair, side: str) -> bool:
+    site = pair.a if side == "a" else pair.b
+    return site is not None and site.has_payload
 
 
 def comes_from_one_bed_run(a: CaptureLike, b: CaptureLike) -> bool:
@@ -61,5 +68,6 @@ def _payload_capture(capture: CaptureLike, first: First) -> str:
     window = f"--layers {max(0, layer - 1)}-{layer}" if layer >= 0 else f"--sites {quote(first.name.owner + ':*')}"
     bed = fact(capture, "bed")
     name = bed.get("bed") if isinstance(bed, Mapping) else bed
-    what = f"--bed {quote(str(name))}" if name else "--bed BED"
-    return f"zkl-debug capture {what} --level payload {window} --out DIR"
+    if name:
+        return f"zkl-debug capture --bed {quote(str(name))} --level payload {window} --out DIR"
+    return f"zkl-debug capture --side {quote(capture.side)} --level payload {window} --out DIR -- PROGRAM"

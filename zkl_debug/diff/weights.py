@@ -111,6 +111,16 @@ def _compare(left: State, right: State, when: When | None, equal: list[When]) ->
     return refuse("weights-differ", text, found, expected, next_step, **detail), report
 
 
+def other_buffers(a: CaptureLike, b: CaptureLike) -> list[tuple[StateRecord, StateRecord]]:
+    """Buffers of the same name that differ, of A and of B, at the first step both have."""
+    left, right = _aligned(_by_when(a), _by_when(b))
+    both = sorted(set(left) & set(right))
+    if not both:
+        return []
+    of_a, of_b = left[both[0]], right[both[0]]
+    return [(of_a[name], of_b[name]) for name in _differing(of_a, of_b, "buffer")[1]]
+
+
 def _earlier(when: When, equal: list[When]) -> str:
     """What was equal before, as a remark on a difference."""
     if when[0] == equal[-1][0]:

@@ -26,6 +26,7 @@ from zkl_debug.diff.explain import (
     scan,
     weights,
 )
+from zkl_debug.diff.explain.buffers import buffer_differs
 from zkl_debug.diff.explain.gather import evidence
 from zkl_debug.diff.explain.model import Evidence, Explanation, Finding, Strength
 from zkl_debug.schema import Json
@@ -162,7 +163,13 @@ def explain(comparison: Comparison) -> tuple[dict[str, Json], ...]:
     if comparison.edge is None:
         return ()
     found = evidence(comparison, comparison.edge)
-    return () if found is None else tuple(finding.to_json() for finding in explain_evidence(found))
+    if found is None:
+        return ()
+    findings = explain_evidence(found)
+    other = buffer_differs(comparison, found)
+    if other is not None:
+        findings = [other, *(finding for finding in findings if finding.strength is not Strength.NOTHING)]
+    return tuple(finding.to_json() for finding in findings)
 
 
 def explain_evidence(e: Evidence) -> list[Finding]:
