@@ -18,11 +18,13 @@ from zkl_debug.capture.api import capture
 from zkl_debug.cli.diff import command as diff_command
 from zkl_debug.cli.names import command as names_command
 from zkl_debug.diff import diff_captures
+from zkl_debug.diff.naming import join_names
 from zkl_debug.diff.naming.derived import lane_index
 from zkl_debug.diff.naming.rules import families_of, known_families, load_map, modules_of
 from zkl_debug.errors import UsageError
 from zkl_debug.schema import Phase, SiteKind, SiteMeta, StateRecord, parse_site
 from zkl_debug.store.build import make_block, make_frame, make_rows, write_capture
+from zkl_debug.store.reader import open_capture
 
 HEADS, GROUPS, WIDTH, HIDDEN, FFN, ROWS = 4, 2, 8, 16, 12, 5
 CONFIG = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "kv_channels": WIDTH, "gated_linear_unit": True}
@@ -409,3 +411,34 @@ def test_real_models_with_other_weights_are_refused_by_a_common_name(real: Path,
     refusal = diff_captures(tmp_path / "hf", real / "mcore").to_json()["refusal"]
     assert refusal["code"] == "weights-differ"
     assert "decoder.layers.0.self_attention.linear_proj.weight" in refusal["detail"]["parameters"]
+
+
+@needs_hf
+@pytest.mark.slow
+def test_experts_of_qwen_stand_against_experts_of_megatron(tmp_path: Path) -> None:
+    """The router's ids [t, k] become a map over the experts; logits, map and rows of the experts stand side by side."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    qwen = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=2, intermediate_size=128)).eval()
+    from zkl_debug.engines.cpu import cpu_backend
+    from zkl_debug.engines.megatron import model, scoring, world
+
+    with cpu_backend(), world.world():
+        mcore = model.build_model(model.ModelSpec(layers=2, experts=8, topk=2), "fp32", 0)
+        batch = scoring.padded_batch(0, [(0, list(range(3, 14)))])
+        with capture(mcore, tmp_path / "mcore", side="train", level="payload"):
+            scoring.score_microbatch(mcore, batch)
+        with torch.no_grad(), capture(qwen, tmp_path / "hf", side="train", level="payload"):
+            qwen(input_ids=batch.tokens, use_cache=False)
+    joined = {line["name"]: line for line in names_of(tmp_path / "hf", tmp_path / "mcore")["sites"] if line["joined"]}
+    for i in range(2):
+        for port in ("gating:in.0", "gating:out.0", "topk:in.0", "topk:out.0", "topk:out.1"):
+            assert f"decoder.layers.{i}.mlp/router.{port}" in joined
+        assert joined[f"decoder.layers.{i}.mlp/unpermute:out.0"]["a"] == f"model.layers.{i}.mlp.experts:out"
+    with open_capture(tmp_path / "hf") as a, open_capture(tmp_path / "mcore") as b:
+        made = join_names(a, b).a.sites["decoder.layers.1.mlp/router.topk:out.1"]
+        ids = a.sites["model.layers.1.mlp.gate:out.2"].payload(np.arange(11)).view(np.int64)
+        assert made.meta.row_shape == (8,)
+        assert [np.flatnonzero(row).tolist() for row in made.payload(np.arange(11))] == np.sort(ids, 1).tolist()

@@ -141,6 +141,17 @@ def test_scale_and_data_are_told_apart_in_numbers() -> None:
     assert "scales are equal" in told.text
 
 
+def test_the_scale_of_a_row_is_told_from_those_of_its_blocks() -> None:
+    rows = some_rows()[3:]
+    found = microscaling.quantise(rows, "nvfp4")
+    assert found.overall is not None
+    raised = (found.overall.view(torch.int32) + 1).view(torch.float32)
+    told = explained(operand(found), operand(dataclasses.replace(found, overall=raised)), rows)
+    assert told.evidence["what"] == "row scale"
+    assert told.evidence["row_scale_by_rule"] == [True, False]
+    assert "not its input" not in told.text
+
+
 def test_two_formats_are_two_formats() -> None:
     rows = some_rows()[3:]
     one, two = (operand(microscaling.quantise(rows, form)) for form in ("mxfp8", "nvfp4"))

@@ -61,8 +61,8 @@ def _weight(e: Evidence, q: Quantised) -> Finding | None:
         text = f"one side alone quantises {name}, whose parameter is the same on both"
         return _finding(text, "weight, one-side", {"parts": ["one-side"]}, Strength.FITTED)
     same = [part for part in ("scale", "data") if part not in q.weight]
-    text = f"the {' and the '.join(q.weight)} of {name} in its block format differ"
-    text += f", its {' and '.join(same)} and its parameter are equal" if same else ", though its parameter is equal"
+    text = f"{' and '.join(q.weight)} of {name} in its block format: not the same on both sides"
+    text += f"; its {' and '.join(same)} and its parameter are equal" if same else "; its parameter is equal"
     return _finding(text, f"weight {' and '.join(q.weight)}", {"parts": list(q.weight)}, Strength.FITTED)
 
 
@@ -122,8 +122,14 @@ def _both(e: Evidence, q: Quantised) -> Finding:
         rules = [_rules_of(side, q.source.real) for side in (left, right)]
         rounds = [_is_rounding(side, q.source.real) for side in (left, right)]
         evidence |= {"scale_rules": [r[0] if r else None for r in rules], "data_rounded_once": rounds}
-        text += _rule_words(e, rules, rounds, bool(scale.any()))
-        if (any(rules) and scale.any() and all(rounds)) or (any(rounds) and not all(rounds)):
+        text += _rule_words(e, rules, rounds if data.any() else [True, True], bool(scale.any()))
+        fits = [_fits_row_rule(side, q.source.real) for side in (left, right)]
+        if row.any() and fits[0] != fits[1]:
+            text += f"; the row's scale of {e.side(fits[0])} is not its largest value / 2688, that of the other is"
+            evidence["row_scale_by_rule"] = fits
+        told = scale.any() or data.any()
+        exact = (any(rules) and scale.any() and all(rounds)) or (any(rounds) and not all(rounds) and told)
+        if exact or (row.any() and fits[0] != fits[1]):
             strength = Strength.EXACT
     return _finding(text, " and ".join(parts) or "nothing", evidence, strength)
 
@@ -241,6 +247,15 @@ def _rules_of(operand: Operand, source: F64) -> list[str]:
     bits = round_to(np.minimum(wanted, np.float32(_E4M3_MAX)).astype(np.float64), "float8_e4m3fn")
     rule = "largest / 6, to nearest e4m3"
     return [rule] if bool((bits == operand.scale.bits).all()) else []
+
+
+def _fits_row_rule(operand: Operand, source: F64) -> bool:
+    """Whether the scales of rows bring the largest value of each to what e4m3 scales of e2m1 data can hold."""
+    if operand.overall is None or not np.isfinite(source).all():
+        return False
+    largest = np.abs(source).max(axis=1).astype(np.float32)
+    wanted = largest / np.float32(_E4M3_MAX * _E2M1_MAX)
+    return bool((np.where(wanted > 0, wanted, np.float32(1)) == operand.overall.real[:, 0].astype(np.float32)).all())
 
 
 def _mx_rules(largest: F64) -> dict[str, NDArray[np.uint8]]:

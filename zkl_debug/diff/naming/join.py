@@ -249,6 +249,10 @@ def _add_sparse(
     for own_port in ("out.0", "out.1"):
         if f"{owner}:{own_port}" in side.left_out:
             side.left_out[f"{owner}:{own_port}"] = "compared as a map over all experts"
+    logits = f"{owner}:in.0"
+    if logits not in side.sites:  # what the choice was made from: one tensor under two names
+        side.sites[logits] = RenamedSite(wide, logits)
+        side.names[logits] = Renaming(wide.meta.name, "logits of the choice")
     for made in sparse_of(weights, ids, wide.meta.row_shape[-1], owner):
         side.sites[made.meta.name] = made
         side.names[made.meta.name] = Renaming(own, "ids as a map over all experts")
