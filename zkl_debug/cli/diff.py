@@ -12,10 +12,11 @@ import click
 from zkl_debug.cli.common import emit_json, stderr, stdout
 from zkl_debug.cli.names import MAP_HELP
 from zkl_debug.diff.comparison import Progress
-from zkl_debug.diff.naming import load_map
+from zkl_debug.diff.naming import Family, load_map
 from zkl_debug.diff.processes import Processes
 from zkl_debug.diff.report import print_report
 from zkl_debug.diff.run import diff_captures
+from zkl_debug.diff.sitework import Runner
 from zkl_debug.diff.verdict import Verdict
 from zkl_debug.errors import UsageError
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     help="Processes that compare sites. Default: one a core where there is enough to compare.",
 )
 @click.option("--map", "maps", type=click.Path(path_type=Path, dir_okay=False), multiple=True, help=MAP_HELP)
+@click.option("--ray", metavar="local|ADDRESS", help="Compare on Ray; captures at the same path on every node.")
 def command(
     a: Path,
     b: Path | None,
@@ -63,6 +65,7 @@ def command(
     first_only: bool,
     jobs: int | None,
     maps: tuple[Path, ...],
+    ray: str | None,
 ) -> int:
     """Compare captures A and B and name the first operator that is not bitwise equal.
 
@@ -74,6 +77,7 @@ def command(
     """
     if b is None and (replay or drill):
         raise UsageError("--replay or --drill with one capture", "two captures", "zkl-debug diff A B --drill")
+    own = tuple(load_map(file) for file in maps)
     with _progress() as bar:
         verdict = diff_captures(
             a,
@@ -82,8 +86,8 @@ def command(
             verify_bytes=verify_bytes,
             progress=bar,
             first_only=first_only,
-            runner=Processes(jobs),
-            maps=[load_map(file) for file in maps],
+            maps=own,
+            runner=_runner(jobs, ray, own),
         )
     drilled = _drilled(verdict, a, b) if drill and b is not None and verdict.first is not None else None
     if drilled is not None:
@@ -102,6 +106,14 @@ def command(
         if drilled is not None:
             _print_drill(drilled)
     return int(verdict.exit_code)
+
+
+def _runner(jobs: int | None, ray: str | None, maps: tuple[Family, ...]) -> Runner:
+    if ray is None:
+        return Processes(jobs)
+    from zkl_debug.diff.on_ray import RayRunner
+
+    return RayRunner(ray, jobs, maps)
 
 
 def _drilled(verdict: Verdict, a: Path, b: Path) -> Drill:

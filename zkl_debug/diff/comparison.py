@@ -109,7 +109,7 @@ def compare(
     space = build_rows(a, b)
     pairs = build_pairs(space)
     sites = join_sites(a, b, aliases)
-    work = SiteWork(space, pairs, sites, verify_bytes)
+    work = SiteWork(space, pairs, sites, verify_bytes, (a, b), aliases)
     classifier = Classifier(FlowMap(sites), space, pairs, oracle)
     tally = _Tally(space, pairs)
     # What was fed comes first when the rest may be left out: a difference there is a refusal.

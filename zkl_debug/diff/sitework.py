@@ -6,7 +6,7 @@ one place and in execution order. The results, and so the verdict, are the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from zkl_debug.diff.bytewise import compare_bytes
 from zkl_debug.diff.compare import compare_digests, locate
 from zkl_debug.diff.coverage import site_row_skips
 from zkl_debug.diff.edges import Pairs
-from zkl_debug.diff.model import Bools, Skip
+from zkl_debug.diff.model import Bools, CaptureLike, Skip
 from zkl_debug.diff.rows import RowSpace
 from zkl_debug.diff.sites import SitePair
 
@@ -39,12 +39,20 @@ class SiteOutcome:
 
 @dataclass(frozen=True)
 class SiteWork:
-    """Joined rows and sites: all that is needed to compare any site."""
+    """Joined rows and sites: all that is needed to compare any site.
+
+    Attributes:
+        space, pairs, sites: rows, pairs and ordered sites.
+        verify_bytes: compare raw bytes as well wherever both sides have them.
+        captures, aliases: what they were joined from, for who must do it again elsewhere.
+    """
 
     space: RowSpace
     pairs: Pairs
     sites: tuple[SitePair, ...]
     verify_bytes: bool = False
+    captures: tuple[CaptureLike, ...] = ()
+    aliases: Mapping[str, str] | None = None
 
     def compare(self, i: int) -> SiteOutcome:
         """Compare one site, by its number."""

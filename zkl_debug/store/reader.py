@@ -45,7 +45,7 @@ class _Part:
 class _Pages:
     """Keeps what was mapped of the files from filling the memory."""
 
-    _LIMIT = 128 << 20
+    _LIMIT = 48 << 20
 
     def __init__(self, readers: Sequence[SegmentReader]) -> None:
         self._readers = readers

@@ -1,0 +1,178 @@
+"""The diff on Ray: the same document as on one machine, whatever becomes of the workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zkl_debug.bench.measure import run_measured, zkl_command
+from zkl_debug.bench.synthetic import Flip, Synthetic, write_side
+from zkl_debug.diff import on_ray
+from zkl_debug.diff.on_ray import RayRunner
+from zkl_debug.diff.run import diff_captures
+from zkl_debug.diff.sitework import SiteWork, Unpacker, chunks, in_process
+from zkl_debug.errors import UsageError
+
+SIZE = Synthetic(digests=8 * 240 * 400, ranks=8, layers=8, seed=5)
+FLIPS = (Flip(70, 2, 40, 3), Flip(71, 2, 40, 64), Flip(200, 0, 7))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pair")
+    write_side(root / "train", SIZE, "train")
+    write_side(root / "gen", SIZE, "gen", FLIPS)
+    return root
+
+
+def document(root: Path, **options: Any) -> str:
+    return json.dumps(diff_captures(root / "train", root / "gen", **options).to_json(), sort_keys=True)
+
+
+def through_requests(work: SiteWork, numbers: list[int]) -> Iterator[Any]:
+    """As a worker does it, in this process."""
+    request = on_ray.make_request(work)
+    unpack = Unpacker(len(work.pairs))
+    for part in chunks(numbers, 2):
+        found = on_ray.compare_sites(request, part)
+        assert isinstance(found, list)
+        yield from map(unpack, found)
+
+
+def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match="ray is not installed") as caught:
+        RayRunner("local")
+    assert "zkl-debug[ray]" in caught.value.next_step
+
+
+def test_a_worker_does_the_same_work_from_the_folders(pair: Path) -> None:
+    """What a worker is asked and what it answers, without Ray."""
+    on_ray._open_work.cache_clear()
+    assert document(pair, runner=through_requests) == document(pair, runner=in_process)
+    assert on_ray._open_work.cache_info().misses == 1
+    one = diff_captures(pair / "train", None, runner=through_requests)
+    assert one.to_json() == diff_captures(pair / "train", None, runner=in_process).to_json()
+
+
+def test_a_worker_that_finds_other_captures_refuses(pair: Path, tmp_path: Path) -> None:
+    on_ray._open_work.cache_clear()
+    moved = Path(shutil.copytree(pair, tmp_path / "pair"))
+
+    def elsewhere(work: SiteWork, numbers: list[int]) -> Iterator[Any]:
+        assert numbers
+        request = on_ray.make_request(work)
+        shutil.rmtree(moved / "gen")
+        write_side(moved / "gen", Synthetic(**{**SIZE.__dict__, "seed": 6}), "gen")
+        error = on_ray.compare_sites(request, [0])
+        assert isinstance(error, Exception)
+        yield from ()
+        raise error
+
+    verdict = diff_captures(moved / "train", moved / "gen", runner=elsewhere)
+    assert verdict.verdict == "refused"
+    assert verdict.refusal is not None
+    assert "other captures" in verdict.refusal.found
+
+
+def test_captures_in_memory_cannot_be_sent() -> None:
+    with pytest.raises(UsageError, match="not in a folder"):
+        on_ray.make_request(SiteWork(None, None, (), captures=(object(), object())))  # type: ignore[arg-type]
+
+
+# With Ray: slow to start.
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.slow
+def test_two_workers_give_the_same_document(pair: Path, cluster: None) -> None:  # noqa: ARG001
+    assert document(pair, runner=RayRunner("local")) == document(pair, runner=in_process)
+    first = document(pair, runner=RayRunner("local"), first_only=True)
+    assert first == document(pair, runner=in_process, first_only=True)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_nothing(tmp_path: Path, cluster: None) -> None:  # noqa: ARG001
+    size = Synthetic(digests=8 * 240 * 4000, ranks=8, layers=8)
+    write_side(tmp_path / "train", size, "train")
+    write_side(tmp_path / "gen", size, "gen", FLIPS)
+    expected = document(tmp_path, runner=in_process)
+    killed: list[int] = []
+    over = threading.Event()
+
+    def kill_one() -> None:
+        while not over.is_set() and not killed:
+            for pid in _descendants(os.getpid()):
+                if "compare_sites" in _title(pid):
+                    time.sleep(0.05)  # let it be in the middle
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+                    break
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    try:
+        found = document(tmp_path, runner=RayRunner("local"))
+    finally:
+        over.set()
+        killer.join()
+    assert killed
+    assert found == expected
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        for listing in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            try:
+                children = [int(child) for child in listing.read_text().split()]
+            except OSError:
+                continue
+            found += children
+            waiting += children
+    return found
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+@pytest.mark.slow
+def test_the_command_starts_a_cluster_of_its_own(pair: Path) -> None:
+    pytest.importorskip("ray")
+    outputs = [
+        run_measured(zkl_command("diff", pair / "train", pair / "gen", "--json", *more)).output
+        for more in (("--jobs", 1), ("--ray", "local", "--jobs", 2))
+    ]
+    assert outputs[0] == outputs[1]
+    assert json.loads(outputs[0])["verdict"] == "diverged"
+
+
+def test_no_cluster_at_an_address_is_an_error_of_use() -> None:
+    with pytest.raises(UsageError, match=r"no Ray cluster at 127\.0\.0\.1:1: "):
+        on_ray._knock("127.0.0.1:1")
+    on_ray._knock("auto")
