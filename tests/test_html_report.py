@@ -129,6 +129,29 @@ def test_it_opens_in_a_browser(verdict: Verdict, tmp_path: Path) -> None:
     assert re.search(rf'class="cell first"[^>]*title="{re.escape(ATTENTION)}: own"', dom)
 
 
+def facts_of(dom: str) -> str:
+    """The table of facts and the line above it, without tags."""
+    part = dom[dom.index('id="lead"') : dom.index('id="mapsec"')]
+    return re.sub(r"<[^>]+>", " ", part)
+
+
+@needs_browser
+def test_the_page_says_what_the_terminal_says(verdict: Verdict, tmp_path: Path) -> None:
+    write_html(verdict, tmp_path / "d.html")
+    shown = facts_of(opened(tmp_path / "d.html"))
+    assert "null" not in shown
+    assert "undefined" not in shown
+    on = REFERENCE.with_name("h200-gpt-te-stack-on")
+    write_html(diff_captures(on / "gen"), tmp_path / "i.html")
+    identical = facts_of(opened(tmp_path / "i.html"))
+    assert "but only 98.9 % of the prompt rows were compared" in identical, "what weakens it is beside it"
+    assert "on both sides" not in identical
+    write_html(diff_captures(on / "gen", tmp_path / "none"), tmp_path / "r.html")
+    refused = facts_of(opened(tmp_path / "r.html"))
+    assert "is not a folder" in refused
+    assert "claim" not in refused, "nothing was compared, nothing is claimed"
+
+
 @needs_browser
 def test_a_large_model_opens_quickly(verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tails = [f"part.{i}:out" for i in range(30)]

@@ -38,7 +38,7 @@ def report(verdict: Verdict) -> Iterator[RenderableType]:
     """The parts of the report, top to bottom."""
     from rich.text import Text
 
-    yield Text(_headline(verdict), style=_STYLE[verdict.outcome])
+    yield Text(f"{str(verdict.outcome).upper()}  {headline(verdict)}", style=_STYLE[verdict.outcome])
     if verdict.refusal is not None:
         yield from _refusal(verdict)
         return
@@ -53,16 +53,16 @@ def report(verdict: Verdict) -> Iterator[RenderableType]:
     yield from _next(verdict)
 
 
-def _headline(verdict: Verdict) -> str:
-    word = str(verdict.outcome).upper()
+def headline(verdict: Verdict) -> str:
+    """The answer in a line, without its word."""
     if verdict.refusal is not None:
-        return f"{word}  {verdict.refusal.text}"
+        return verdict.refusal.text
     if verdict.first is None:
-        return f"{word}  every compared row is bitwise equal at every {_scope(verdict)}{_but(verdict)}"
+        return f"every compared row is bitwise equal at every {_scope(verdict)}{_but(verdict)}"
     first = verdict.first
     layer = f"layer {first.name.layer} " if first.name.layer >= 0 else ""
     where = f"{layer}{first.name.operator} ({first.name.port})"
-    return f"{word}  first on {verdict.edge} at {where}: {first.kind.label}"
+    return f"first on {verdict.edge} at {where}: {first.kind.label}"
 
 
 def _but(verdict: Verdict) -> str:

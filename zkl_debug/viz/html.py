@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from zkl_debug.diff import Verdict
-from zkl_debug.diff.report import print_report
+from zkl_debug.diff.report import headline, print_report
 from zkl_debug.errors import UsageError
 from zkl_debug.schema import Json
 from zkl_debug.viz import html_data
@@ -44,6 +44,7 @@ def document(verdict: Verdict, title: str = "") -> str:
         "map": html_data.model_map(verdict) if compared else None,
         "rows": html_data.row_maps(verdict) if compared else [],
         "kinds": _kinds(),
+        "headline": headline(verdict),
     }
     data["verdict"].pop("sites", None)
     return str(
