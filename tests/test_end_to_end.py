@@ -334,7 +334,7 @@ def test_capture_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("capture", "--bed", "tiny-gpt", "--layers", "5-3", "--out", "x"),
         ("capture", "--bed", "tiny-gpt", "--chunk", "7", "--out", "x"),
         ("capture", "--bed", "tiny-gpt", "--budget", "many", "--out", "x"),
-        ("diff", "no-such-folder"),
+        ("diff",),
         ("no-such-command",),
     ],
 )

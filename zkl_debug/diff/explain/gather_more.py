@@ -40,6 +40,7 @@ def attention(comparison: Comparison, chosen: Ints, pair: SitePair, facts: RowFa
     """What some of the chosen rows may have read on each side."""
     owner = pair.parsed.owner
     ports = [site_at(comparison, f"{owner}:{port}") for port in ("in", "in.1", "in.2")]
+    ports[0] = site_at(comparison, f"{owner}:in.0") if ports[0] is None else ports[0]
     if any(port is None for port in ports) or not len(chosen):
         return []
     query, key, value = (port for port in ports if port is not None)
@@ -65,6 +66,9 @@ def attention(comparison: Comparison, chosen: Ints, pair: SitePair, facts: RowFa
 def _head_width(comparison: Comparison, pair: SitePair, query: int, key: int) -> int | None:
     """Channels of a head: from a site that keeps heads apart, the configuration, or the usual widths."""
     total = [prod(comparison.sites[i].meta.row_shape) for i in (query, key)]
+    shape = comparison.sites[query].meta.row_shape
+    if len(shape) == 2:
+        return int(shape[1])
     path = pair.parsed.path.rpartition(".")[0]
     for name in (f"{path}/rope.q:out.0", f"{path}/qkv:out.0"):
         at = site_at(comparison, name)

@@ -72,7 +72,7 @@ def _attention(e: Evidence) -> str:
     missing = _bits(e)
     if missing or (e.attention is not None and e.attention()):
         return missing
-    return f"raw bits of {e.site.owner}:in, :in.1 and :in.2 of every row of the sequence"
+    return f"raw bits of its q, K and V inputs ({e.site.owner}:in, :in.1, :in.2) in every row of the sequence"
 
 
 def _routing(e: Evidence) -> str:

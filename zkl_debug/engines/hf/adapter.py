@@ -193,9 +193,9 @@ class HFAdapter:
 
 
 def _record(capture: Capture, name: str, tensor: torch.Tensor) -> None:
-    """A [b, s, heads, d] tensor as rows of heads * d."""
+    """A [b, s, heads, d] tensor as rows of [heads, d]: what explains attention and rope must know the heads apart."""
     semantic = "core_attention" if "/core_attention:" in name else "rope"
-    capture.session.record(name, tensor.reshape(*tensor.shape[:2], -1), semantic=semantic, layout="bs", flatten=True)
+    capture.session.record(name, tensor, semantic=semantic, layout="bs")
 
 
 def make_adapter() -> HFAdapter:
