@@ -172,6 +172,7 @@ def test_both_sides_quantised_are_identical(tmp_path: Path) -> None:
     document = verdict_of(tmp_path / "run", switches={"nvfp4-experts": True, "mxfp8-linear": True})
     assert document["verdict"] == "identical"
     assert document["claim"]["scope"] == "all-sites"
+    assert document["checks"]["quantised_weights"] == "equal"
     with_parts = verdict_names(tmp_path / "run" / "gen")
     assert {f"{EXPERT}/quantize:{port}" for port in ("in.0", "out.0", "out.1", "out.2")} <= with_parts
     assert "decoder.layers.0.self_attention.linear_qkv/quantize:out.1" in with_parts

@@ -118,6 +118,11 @@ def _checks(verdict: Verdict) -> str:
     checks = verdict.checks
     words = [f"weights {checks.get('weights', 'not checked')}", f"token ids {checks.get('token_ids', '-')}"]
     words.append(f"position ids {checks.get('position_ids', 'not captured')}")
+    formats = checks.get("quantised_weights")
+    if formats is not None:
+        words.append(
+            "quantised weights " + (formats if isinstance(formats, str) else f"differ: {', '.join(formats[:3])}")
+        )
     names = checks.get("names")
     if names:
         kinds = (f"{side.upper()} {', '.join(names[side]['families']) or 'of no known kind'}" for side in "ab")

@@ -17,6 +17,7 @@ from zkl_debug.diff.buffers import check_buffers
 from zkl_debug.diff.comparison import Comparison, Progress, compare
 from zkl_debug.diff.coverage import Coverage, measure, never_forwarded
 from zkl_debug.diff.explain import explain
+from zkl_debug.diff.explain.gather_quantised import weights_in_other_form
 from zkl_debug.diff.kinds import ReplayOracle
 from zkl_debug.diff.model import WITHIN_EDGES, CaptureLike, Outcome, Refusal, Skip, refuse
 from zkl_debug.diff.naming import Family, Joined, join_names
@@ -41,6 +42,7 @@ from zkl_debug.errors import CaptureInvalid
 from zkl_debug.schema import Json
 
 _NAMES = ("A", "B")
+_LISTED = 10
 Source = str | PathLike[str] | CaptureLike
 
 
@@ -120,6 +122,9 @@ def _diff(joined: Joined, partial: bool, verify_bytes: bool, comparing: dict[str
     refusal = next(_refusals(comparison, checks, alone), None)
     if refusal is not None:
         return refused(refusal, coverage=coverage, **known)
+    other_form = weights_in_other_form(comparison)
+    if other_form is not None:
+        checks["quantised_weights"] = other_form[:_LISTED] or "equal"
     edges = edge_summaries(comparison)
     edge = comparison.edge
     first = edges[edge].first if edge is not None else None

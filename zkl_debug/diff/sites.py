@@ -64,12 +64,13 @@ def join_sites(a: CaptureLike, b: CaptureLike, aliases: Mapping[str, str] | None
         for capture in (a, b)
     )
     names = _merge(_ordered(left), _ordered(right))
+    plain = not any(_quantises_unseen(capture) for capture in (a, b))
     pairs = []
     for name in names:
         one, two = left.get(name), right.get(name)
         differ = _differ(one.meta, two.meta) if one is not None and two is not None else ""
         if one is None or two is None:
-            one, two, differ = _plain_operand(name, left, right)
+            one, two, differ = _plain_operand(name, left, right) if plain else (one, two, "")
         pairs.append(SitePair(name, parse_site(name), one, two, differ))
     return tuple(pairs)
 
@@ -80,6 +81,12 @@ def _differ(a: SiteMeta, b: SiteMeta) -> str:
     if prod(a.row_shape) != prod(b.row_shape):
         return f"row shape {list(a.row_shape)} on A, {list(b.row_shape)} on B"
     return ""
+
+
+def _quantises_unseen(capture: CaptureLike) -> bool:
+    """Whether the model is configured for FP8 or FP4 kernels of its own, which quantise without being seen."""
+    config = fact(capture, "config")
+    return isinstance(config, Mapping) and any(config.get(key) for key in ("fp8", "fp4"))
 
 
 def _plain_operand(

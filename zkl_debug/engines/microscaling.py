@@ -55,9 +55,9 @@ class Quantised:
 def quantise(rows: Tensor, form: str, *, per_row: bool = True) -> Quantised:
     """Rows [m, k] in a block format; ``k`` must be a multiple of the block.
 
-    ``mxfp8``: a block's scale is 2 ** (floor(log2(largest)) - 8), values saturate at 448. ``nvfp4``: the row (or, with
-    ``per_row`` false, the whole tensor) has a float32 scale that brings its largest value to 448 * 6, a block has an
-    e4m3 scale within that, values are rounded to e2m1, ties to even.
+    ``mxfp8``: a block's scale is the power of two at or above largest / 448, so that nothing saturates. ``nvfp4``: the
+    row (or, with ``per_row`` false, the whole tensor) has a float32 scale that brings its largest value to 448 * 6, a
+    block has an e4m3 scale within that, values are rounded to e2m1, ties to even.
     """
     block = BLOCKS[form]
     if rows.shape[1] % block:
@@ -69,7 +69,8 @@ def quantise(rows: Tensor, form: str, *, per_row: bool = True) -> Quantised:
 
 def mx_exponents(largest: Tensor) -> Tensor:
     """Unbiased exponents of the e8m0 scales of blocks with these largest magnitudes; looked up at every call."""
-    exponent = torch.frexp(largest).exponent - 9
+    part = torch.frexp(largest / _E4M3_MAX)
+    exponent = torch.where(part.mantissa == 0.5, part.exponent - 1, part.exponent)
     return torch.where(largest > 0, exponent, -127).clamp(-127, 127)
 
 

@@ -22,14 +22,14 @@ def _patched(name: str, wrap: Callable[..., Any]) -> AbstractContextManager[None
 
 
 @contextmanager
-def scales_rounded_up(_context: BedContext) -> Iterator[None]:
-    """A block whose largest value would saturate takes the next power of two as its scale."""
+def scales_rounded_down(_context: BedContext) -> Iterator[None]:
+    """A block's scale is the power of two below its largest value, over 256: values above 448 times it saturate."""
     import torch
 
-    def wrap(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def wrap(_original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def exponents(largest: Tensor) -> Tensor:
-            exponent = original(largest)
-            return exponent + (largest > torch.ldexp(torch.tensor(448.0), exponent)).to(exponent.dtype)
+            exponent = torch.frexp(largest).exponent - 9
+            return torch.where(largest > 0, exponent, -127).clamp(-127, 127)
 
         return exponents
 
@@ -72,15 +72,15 @@ def _cut(rounded: Tensor, exact: Tensor) -> Tensor:
 
 
 @contextmanager
-def weight_scales_doubled(_context: BedContext) -> Iterator[None]:
-    """Weights are quantised under twice the scale of the activations' rule."""
+def weight_scales_halved(_context: BedContext) -> Iterator[None]:
+    """Weights are quantised under half the scale of the activations' rule: the largest values of blocks saturate."""
 
-    def double(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda largest: original(largest) + 1
+    def halve(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda largest: original(largest) - 1
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def quantise_weight(*args: Any, **kwargs: Any) -> Any:
-            with _patched("mx_exponents", double):
+            with _patched("mx_exponents", halve):
                 return original(*args, **kwargs)
 
         return quantise_weight
@@ -117,13 +117,15 @@ def _on(name: str) -> Mapping[str, Any]:
 register(
     Fault(
         "Q1",
-        "MXFP8 scales of blocks rounded up on one side",
-        "MX scale rules floor and ceil",
+        "MXFP8 scales of blocks rounded down on one side, up on the other",
+        "the two MX scale rules in use, floor and ceil",
         ("tiny-moe",),
         BOTH_DTYPES,
         ("gen",),
-        scales_rounded_up,
-        _answer(f"{_EXPERT}/quantize:out.1", "scale one step apart, data follow", "1 step of float8_e8m0fnu", "ceil"),
+        scales_rounded_down,
+        _answer(
+            f"{_EXPERT}/quantize:out.1", "scale one step apart, data follow", "1 step of float8_e8m0fnu", "ceil.*floor"
+        ),
         options=_on("mxfp8-experts"),
     ),
     Fault(
@@ -155,7 +157,7 @@ register(
         BOTH_BEDS,
         BOTH_DTYPES,
         ("gen",),
-        weight_scales_doubled,
+        weight_scales_halved,
         _answer(f"{_DENSE}:out", "the weight's block format differs, its parameter does not", "scale.*weight"),
         options=_on("mxfp8-linear"),
     ),

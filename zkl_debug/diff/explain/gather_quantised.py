@@ -57,6 +57,13 @@ def _source(comparison: Comparison, owner: str, rows: tuple[Ints, Ints]) -> Valu
     return None
 
 
+def weights_in_other_form(comparison: Comparison) -> list[str] | None:
+    """Weights whose block format differs between the captures; None where neither holds any."""
+    sides = [_weights(capture) for capture in (comparison.a, comparison.b)]
+    names = sorted({key.rpartition(":")[0] for side in sides for key in side})
+    return [name for name in names if weight_parts(comparison, name)] if names else None
+
+
 def _weights(capture: CaptureLike) -> Mapping[str, StateRecord]:
     return {r.name: r for _, records in sorted(capture.states.items()) for r in records if r.kind == "quantised"}
 

@@ -262,7 +262,7 @@ def _mx_rules(largest: F64) -> dict[str, NDArray[np.uint8]]:
     """e8m0 codes of blocks by the rules in use."""
     mantissa, exponent = np.frexp(largest)
     floor = exponent - 1 - 8
-    ceil = np.frexp(largest / _E4M3_MAX)
+    ceil = np.frexp(largest.astype(np.float32) / np.float32(_E4M3_MAX))
     up = ceil[1] - (ceil[0] == 0.5)
     near = exponent - 1 - 8 + (mantissa >= 0.96875)  # where the largest value would round to 512
     rules = {
