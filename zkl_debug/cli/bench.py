@@ -11,6 +11,12 @@ from zkl_debug.cli import bench_faults
 from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout
 from zkl_debug.errors import UsageError
 
+HISTORY = click.option(
+    "--history",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Append the run to this JSON lines file, and tell what changed since the last one in it.",
+)
+
 
 @click.group("bench")
 def command() -> None:
@@ -27,7 +33,10 @@ command.add_command(bench_faults.command)
 @click.option("--tokens", type=int, default=512, show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def capture_command(rounds: int, hidden: int, layers: int, tokens: int, dtype: str, as_json: bool) -> int:
+@HISTORY
+def capture_command(
+    rounds: int, hidden: int, layers: int, tokens: int, dtype: str, as_json: bool, history: Path | None
+) -> int:
     """Scoring forward of a CPU model: plain, attached but off, digest, payload."""
     from zkl_debug.bench.capture_bench import CaptureBench, bench_capture
     from zkl_debug.bench.store_bench import bench_store
@@ -39,7 +48,7 @@ def capture_command(rounds: int, hidden: int, layers: int, tokens: int, dtype: s
         capture = bench_capture(size, lambda text: status.update(text))
         status.update("payload writing against raw file writing")
         store = bench_store(256 << 20)
-    return _finish({"format": "zkl-bench", "version": 1, "capture": capture, "store": store}, as_json)
+    return _finish({"format": "zkl-bench", "version": 1, "capture": capture, "store": store}, as_json, history)
 
 
 @command.command("gpu")
@@ -47,14 +56,15 @@ def capture_command(rounds: int, hidden: int, layers: int, tokens: int, dtype: s
 @click.option("--size", type=click.Choice(["small", "full"]), default="full", show_default=True)
 @click.option("--part", "parts", type=click.Choice(["kernel", "scoring", "decode"]), multiple=True, help="Only these.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def gpu_command(rounds: int, size: str, parts: tuple[str, ...], as_json: bool) -> int:
+@HISTORY
+def gpu_command(rounds: int, size: str, parts: tuple[str, ...], as_json: bool, history: Path | None) -> int:
     """On a GPU: digest kernel, scoring forward of 16k tokens, decoding in CUDA graphs; beside a naive hook."""
     from zkl_debug.bench.gpu_bench import PARTS, bench_gpu
 
     console = stderr()
     with console.status("starting") as status:
         found = bench_gpu(lambda text: status.update(text), size, rounds, parts or PARTS)
-    return _finish({"format": "zkl-bench", "version": 1, "gpu": found}, as_json)
+    return _finish({"format": "zkl-bench", "version": 1, "gpu": found}, as_json, history)
 
 
 @command.command("diff")
@@ -74,6 +84,7 @@ def gpu_command(rounds: int, size: str, parts: tuple[str, ...], as_json: bool) -
 @click.option("--jobs", type=click.IntRange(1), help="Processes. Default: one a core where there is enough.")
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@HISTORY
 def diff_command(
     sizes: tuple[float, ...],
     ranks: int,
@@ -83,6 +94,7 @@ def diff_command(
     jobs: int | None,
     folder: Path | None,
     as_json: bool,
+    history: Path | None,
 ) -> int:
     """Diff of synthetic captures: time, memory, growth, flipped bits found; join beside sort, payload beside memcmp."""
     from zkl_debug.bench.diff_bench import DiffBench, bench_diff
@@ -92,20 +104,26 @@ def diff_command(
     what = DiffBench(tuple(sorted(int(size) for size in sizes)), ranks, layers, trials, int(trial_rows), jobs)
     with stderr().status("starting") as status:
         found = bench_diff(what, folder, lambda text: status.update(text))
-    return _finish({"format": "zkl-bench", "version": 1, "diff": found}, as_json)
+    return _finish({"format": "zkl-bench", "version": 1, "diff": found}, as_json, history)
 
 
 @command.command("store")
 @click.option("--size", type=SIZE, default="256MiB", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def store_command(size: int, as_json: bool) -> int:
+@HISTORY
+def store_command(size: int, as_json: bool, history: Path | None) -> int:
     """Payload writing speed against raw file writing of the same bytes."""
     from zkl_debug.bench.store_bench import bench_store
 
-    return _finish({"format": "zkl-bench", "version": 1, "store": bench_store(size)}, as_json)
+    return _finish({"format": "zkl-bench", "version": 1, "store": bench_store(size)}, as_json, history)
 
 
-def _finish(document: dict[str, Any], as_json: bool) -> int:
+def _finish(document: dict[str, Any], as_json: bool, history: Path | None) -> int:
+    if history is not None:
+        from zkl_debug.bench.history import record
+
+        for line in record(history, document):
+            stderr().print(line, soft_wrap=True)
     if as_json:
         emit_json(document)
         return 0
