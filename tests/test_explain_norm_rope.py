@@ -266,6 +266,26 @@ def test_positions_shifted(dtype: str, shift: int) -> None:
     assert rope_frequency(e) is None
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_positions_shifted_where_no_row_is_near_the_start(dtype: str) -> None:
+    """Decode rows alone: no line can be fitted from position 0 on, but one side turns by the usual frequencies."""
+    e = rope_case(dtype, frequencies(), frequencies(), shift=1)
+    assert e.out is not None
+    late = np.flatnonzero(e.position > 20)
+    far = evidence(
+        e.out.left.heads()[late],
+        e.out.right.heads()[late],
+        site=ROPE,
+        semantic="rope",
+        dtype=dtype,
+        inputs={"in.0": both(e.inputs["in.0"].left.heads()[late], dtype)},
+        position=e.position[late],
+    )
+    found = position_shift(far)
+    assert found is not None
+    assert (found.evidence["shift"], found.evidence["on_right"]) == ({"0": 1}, True)
+
+
 def test_rounding_noise_is_no_rope_form() -> None:
     e = rope_case("float32", frequencies(), frequencies())
     assert e.out is not None

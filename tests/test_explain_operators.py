@@ -11,6 +11,7 @@ from explain_evidence import Real, both, evidence, names, pair, rng, ulps, value
 from zkl_debug.diff.explain import Evidence
 from zkl_debug.diff.explain.attention import attention
 from zkl_debug.diff.explain.attention_math import attend
+from zkl_debug.diff.explain.elementwise import soft_cap
 from zkl_debug.diff.explain.logprob import label_fault, log_softmax_formula, softmax_support, temperature
 from zkl_debug.diff.explain.model import Keys, Labels, Routing, Source
 from zkl_debug.diff.explain.moe import combine_order, routing_flip, routing_weights
@@ -65,6 +66,23 @@ def test_a_sliding_window() -> None:
     found = attention(attended(under([k.own & (k.position > k.row_position - 3) for k in items()])))
     assert found is not None
     assert found.evidence["mask"] == "window-3"
+
+
+def test_two_sliding_windows() -> None:
+    """Neither side reads all keys: each is fitted by itself, and equal windows are no finding."""
+
+    def window(size: int) -> list[Real]:
+        return under([k.own & (k.position > k.row_position - size) for k in items()])
+
+    def case(left: int, right: int) -> Evidence:
+        one, two = (np.stack([o.ravel() for o in window(size)]) for size in (left, right))
+        e = evidence(one, two, site=CORE, semantic="core_attention")
+        return replace(e, attention=lambda: [(i, k, k) for i, k in enumerate(items())])
+
+    found = attention(case(4, 3))
+    assert found is not None
+    assert (found.evidence["left_mask"], found.evidence["right_mask"]) == ("window-4", "window-3")
+    assert attention(case(3, 3)) is None
 
 
 def test_another_scale() -> None:
@@ -124,6 +142,24 @@ def test_the_formula_of_each_side() -> None:
     other = log_softmax_formula(softmax_case(two, (x - top) - np.nextafter(log_sum, np.float32(9)), x))
     assert other is not None
     assert other.name == "reduction-order"
+
+
+def test_logits_rounded_before_the_log_softmax() -> None:
+    def by_formula(x: Real) -> Real:
+        shifted = x - x.max(axis=1, keepdims=True)
+        return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+
+    x = LOGITS.astype(np.float32)
+    coarse = rounded(LOGITS, "bfloat16").astype(np.float32)
+    found = log_softmax_formula(softmax_case(by_formula(x), by_formula(coarse), x))
+    assert found is not None
+    assert (found.name, found.evidence["dtype"], found.evidence["side"]) == (
+        "extra-rounding",
+        "bfloat16",
+        "B (prefill)",
+    )
+    noisy = by_formula(x * np.float32(1.001))
+    assert log_softmax_formula(softmax_case(by_formula(x), noisy, x)) is None
 
 
 def test_a_sum_that_leaves_columns_out() -> None:
@@ -209,6 +245,40 @@ def test_weights_recomputed_over_all_experts() -> None:
         "a softmax over all experts",
         "a softmax over the chosen experts",
     )
+
+
+def test_one_rank_of_experts_weighed_otherwise() -> None:
+    x = values(rng(45).normal(size=(20, 8))).real
+    chosen = x >= np.sort(x, axis=1)[:, -4:-3]
+    every = np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) * chosen
+    own = every / every.sum(axis=1, keepdims=True)
+    second = np.argsort(-every, axis=1)[:, 1:2]
+    odd, noise = own.copy(), own.copy()
+    np.put_along_axis(odd, second, np.take_along_axis(every, second, 1), 1)
+    np.put_along_axis(noise, second, 0.123, 1)
+    routing = Routing(TOPK, (chosen, chosen), (x, x), np.zeros(20, np.int64), np.arange(20))
+
+    def case(right: Real) -> Evidence:
+        e = evidence(own, right, site=TOPK, semantic="router.topk", inputs={"in.0": both(x)})
+        return replace(e, routing=routing)
+
+    found = routing_weights(case(odd))
+    assert found is not None
+    usual = "a softmax over the chosen experts"
+    assert (found.evidence["left"], found.evidence["right"]) == (
+        usual,
+        f"{usual}, those ranked 2 by a softmax over all experts",
+    )
+    assert routing_weights(case(noise)) is None
+
+
+def test_a_soft_cap() -> None:
+    x = values(rng(46).normal(size=(20, 64)) * 9).real
+    found = soft_cap(evidence(x, 30 * np.tanh(x / 30), site="output_layer:out"))
+    assert found is not None
+    assert (found.evidence["cap"], found.evidence["side"]) == (30.0, "B (prefill)")
+    assert soft_cap(evidence(x, x * 0.97, site="output_layer:out")) is None
+    assert soft_cap(evidence(x, np.clip(x, -12, 12), site="output_layer:out")) is None
 
 
 # ---- rows that hold other rows ----------------------------------------------------------------------------------

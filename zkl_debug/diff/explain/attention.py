@@ -14,6 +14,7 @@ import numpy as np
 from zkl_debug.bits import F64
 from zkl_debug.diff.explain.attention_heads import head_grouping
 from zkl_debug.diff.explain.attention_inner import inner_rounding
+from zkl_debug.diff.explain.attention_masks import two_masks
 from zkl_debug.diff.explain.attention_math import Row, attend, distance, merged, with_unknown_value
 from zkl_debug.diff.explain.masks import Mask, hypotheses, solve_keys
 from zkl_debug.diff.explain.model import Evidence, Finding, Keys, Strength
@@ -62,7 +63,7 @@ def attention(e: Evidence) -> Finding | None:
     limit = _FIT.get(dtype, 6.0)
     scale = _scale(e, rows, dtype, limit)
     if scale is None:
-        return None
+        return two_masks(e, rows, _usual_scales(e, rows), dtype, limit)
     worst = [_fits(rows, side, dtype, _causal(scale)) for side in (0, 1)]
     if max(worst) <= limit:
         return inner_rounding(e, rows, scale, dtype, limit) or _order(rows, worst, scale, dtype)
@@ -78,13 +79,7 @@ def attention(e: Evidence) -> Finding | None:
 
 def _scale(e: Evidence, rows: list[Row], dtype: str, limit: float) -> float | None:
     """The softmax scale under which one side, or both, are the exact attention over the row's own keys."""
-    configured = e.config.get("softmax_scale")
-    width = rows[0].keys[0].query.shape[1]
-    candidates: list[float] = [
-        float(width) ** -0.5,
-        *([float(configured)] if isinstance(configured, int | float) else []),
-    ]
-    for scale in candidates:
+    for scale in _usual_scales(e, rows):
         worst = [_fits(rows, side, dtype, _causal(scale)) for side in (0, 1)]
         if min(worst) <= limit:
             return scale
@@ -93,6 +88,13 @@ def _scale(e: Evidence, rows: list[Row], dtype: str, limit: float) -> float | No
         if fitted is not None and _fits(rows, side, dtype, _causal(fitted)) <= limit:
             return fitted
     return None
+
+
+def _usual_scales(e: Evidence, rows: list[Row]) -> list[float]:
+    """One over the root of the head's width, and what the configuration says."""
+    configured = e.config.get("softmax_scale")
+    width = rows[0].keys[0].query.shape[1]
+    return [float(width) ** -0.5, *([float(configured)] if isinstance(configured, int | float) else [])]
 
 
 def _fit_scale(rows: list[Row], side: int, dtype: str) -> float | None:

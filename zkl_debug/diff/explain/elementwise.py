@@ -6,6 +6,7 @@ import numpy as np
 
 from zkl_debug.bits import F64
 from zkl_debug.diff.explain.model import Evidence, Finding, Port, Strength, Values
+from zkl_debug.diff.explain.numeric import epsilon, shortest, shown
 from zkl_debug.diff.model import Bools
 from zkl_debug.schema import Json
 
@@ -127,6 +128,48 @@ def _limits(odd: F64, other: F64, differ: Bools, at: F64) -> tuple[float | None,
     if low == high or not bool((odd == np.clip(other, low, high)).all()):
         return None
     return low, high
+
+
+def soft_cap(e: Evidence) -> Finding | None:
+    """One side is c * tanh(x / c) of the other: logits or scores capped softly."""
+    pair = e.pair()
+    if pair is None:
+        return None
+    for right in (True, False):
+        odd, other = _sides(pair, right)
+        if not np.isfinite(odd).all() or not np.isfinite(other).all():
+            continue
+        if bool((np.abs(odd) > np.abs(other)).any()) or bool((odd * other < 0).any()):
+            continue
+        cap = _cap(odd, other)
+        if cap is None:
+            continue
+        tolerance = 4 * epsilon(pair.left.dtype) * np.maximum(np.abs(other), float(np.finfo(np.float32).tiny))
+        told = np.abs(other - odd) > 8 * tolerance
+        near = shortest(cap * (1 - 1e-3), cap * (1 + 1e-3))
+        for value in (near, cap):
+            if int(told.sum()) < _LEAST or bool((np.abs(value * np.tanh(other / value) - odd) > tolerance).any()):
+                continue
+            evidence: dict[str, Json] = {"side": e.side(right), "cap": shown(value), "elements": int(odd.size)}
+            text = (
+                f"{e.side(right)} is {value:g} * tanh(x / {value:g}) of {e.side(not right)}, within rounding in all "
+                f"{odd.size} elements: a soft cap on one side"
+            )
+            return Finding("soft-cap", text, evidence, Strength.FITTED, _WEAK)
+    return None
+
+
+def _cap(odd: F64, other: F64) -> float | None:
+    """The c of c * tanh(x / c) that the element of the largest size allows; None where there is none."""
+    at = int(np.abs(other).argmax())
+    x, y = float(np.abs(other.flat[at])), float(np.abs(odd.flat[at]))
+    if not 0 < y < x:
+        return None
+    low, high = y, 1e4 * x
+    for _ in range(200):
+        middle = float(np.sqrt(low * high))
+        low, high = (middle, high) if middle * np.tanh(x / middle) < y else (low, middle)
+    return (low + high) / 2
 
 
 def _sides(pair: Port, right: bool) -> tuple[F64, F64]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from zkl_debug.bits import F64, ulp_distance
 from zkl_debug.diff.explain.model import Evidence, Finding, Labels, Port, Strength, Values
-from zkl_debug.diff.explain.numeric import common, finite_rows, ratio_bounds, shortest, shown, spacing
+from zkl_debug.diff.explain.numeric import common, finite_rows, ratio_bounds, rounded, shortest, shown, spacing
 from zkl_debug.diff.model import Bools
 from zkl_debug.schema import Json
 
@@ -127,7 +127,7 @@ def log_softmax_formula(e: Evidence) -> Finding | None:
     names = ["one-pass" if match[s]["one-pass"][0].mean() >= _MOST else "two-pass" for s in (0, 1)]
     shares = [float(match[s][names[s]][0].mean()) for s in (0, 1)]
     if min(shares) < _MOST:
-        return None
+        return _rounded_logits(e, x, pair, shares)
     if names[0] == names[1]:
         return _same_formula(names[0], match[0][names[0]], match[1][names[1]], evidence)
     plain = names.index("two-pass")
@@ -135,6 +135,26 @@ def log_softmax_formula(e: Evidence) -> Finding | None:
         return None
     evidence["apart"] = shown(_apart(x, pair))
     return _two_formulas(e, (names[0], names[1]), (shares[0], shares[1]), evidence)
+
+
+def _rounded_logits(e: Evidence, x: Values, pair: Port, shares: list[float]) -> Finding | None:
+    """One side computes a formula of the logits, the other one of the logits rounded to a narrower format first."""
+    side = int(np.argmin(shares))
+    if shares[1 - side] < _MOST:
+        return None
+    out = (pair.left, pair.right)[side]
+    for name in ("bfloat16", "float16"):
+        coarse = rounded(x.real, name).astype(np.float32)
+        match = formula_matches(Values(coarse.view(np.uint32), "float32", x.shape), out)
+        share = max(float(rows.mean()) for rows, _ in match.values())
+        if share >= _MOST:
+            evidence: dict[str, Json] = {"side": e.side(bool(side)), "dtype": name, "what": "logits", "rows": len(x)}
+            text = (
+                f"{e.side(bool(side))} is the log-softmax of the logits rounded to {name} first, bit for bit in "
+                f"{share:.1%} of {len(x)} rows; the other side of the logits as they are"
+            )
+            return Finding("extra-rounding", text, evidence, Strength.EXACT, ("constant-offset", "reduction-order"))
+    return None
 
 
 def _apart(x: Values, pair: Port) -> float:

@@ -249,6 +249,23 @@ def _weight_formula(logits: F64, out: Values, chosen: Bools) -> str | None:
         scale = float(np.nanmedian(factor))
         if bool((np.abs(out.real - scale * value) <= tolerance * max(1.0, scale)).all()):
             return name if abs(scale - 1) < 1e-3 else f"{name}, times {scale:.5g}"
+    return _formula_by_rank(forms, out.real, tolerance)
+
+
+def _formula_by_rank(forms: dict[str, F64], out: F64, tolerance: F64) -> str | None:
+    """Experts of some ranks (by weight) weighed by one form, those of others by another."""
+    rank = np.argsort(np.argsort(-forms["a softmax over the chosen experts"], axis=1, kind="stable"), axis=1)
+    count = int((forms["a softmax over the chosen experts"] > 0).sum(axis=1).max())
+    fits = {
+        name: [bool((np.abs(out - value) <= tolerance)[rank == r].all()) for r in range(count)]
+        for name, value in forms.items()
+    }
+    for usual, each in fits.items():
+        odd = [r for r in range(count) if not each[r]]
+        others = [name for name, ok in fits.items() if all(ok[r] for r in odd)]
+        if odd and len(odd) < count and others:
+            ranks = ", ".join(str(r + 1) for r in odd)
+            return f"{usual}, those ranked {ranks} by {others[0]}"
     return None
 
 

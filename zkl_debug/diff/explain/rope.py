@@ -267,7 +267,10 @@ def position_shift(e: Evidence) -> Finding | None:
     if not line.good.all():
         line, side = slopes(right.angle, right.error, e.position), False
     if not line.good.all():
-        return None
+        known = _configured_line(e, left, right)
+        if known is None:
+            return None
+        line, side = known
     turned = _wrap(right.angle - left.angle) if side else _wrap(left.angle - right.angle)
     shift = _shifts(turned, left.error + right.error, line.value)
     if shift is None or not shift.any():
@@ -287,6 +290,24 @@ def position_shift(e: Evidence) -> Finding | None:
     return Finding("position-shift", text, evidence, Strength.FITTED, (*_REPLACES, "rope-frequency"))
 
 
+def _configured_line(e: Evidence, left: Rotation, right: Rotation) -> tuple[Slopes, bool] | None:
+    """The frequencies of the configured base, where one side turns by them: rows far from position 0 fit no line.
+
+    Returns (frequencies, whether the right side is the odd one).
+    """
+    pairs = left.angle.shape[1]
+    for base in dict.fromkeys((e.config.get("rotary_base"), *_BASES)):
+        if not isinstance(base, int | float) or base <= 1:
+            continue
+        frequency = float(base) ** -(np.arange(pairs) / pairs)
+        for odd_right, side in ((True, left), (False, right)):
+            off = np.abs(_wrap(side.angle - e.position[:, None] * frequency))
+            if bool((off <= 4 * side.error + 1e-6 * (1 + e.position[:, None])).all()):
+                return Slopes(frequency, np.zeros(pairs), np.ones(pairs, np.bool_)), odd_right
+    return None
+
+
+_BASES = (10_000, 500_000, 1_000_000)
 _FURTHEST = 4096
 
 

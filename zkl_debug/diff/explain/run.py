@@ -134,6 +134,7 @@ TESTS = (
     Test("signed-zero", elementwise.signed_zero, _bits, _wide),
     Test("flushed-to-zero", elementwise.flushed_to_zero, _bits, _wide),
     Test("clamped", elementwise.clamped, _bits, _wide),
+    Test("soft-cap", elementwise.soft_cap, _bits, _wide),
     Test("gate-rounding-order", gated.gate_rounding_order, _input, lambda e: e.semantic == "gated"),
     Test("norm-rounding-order", norm.norm_rounding_order, _input, _operator("norm")),
     Test("eps", norm.eps_by_bits, _input, _operator("norm")),
