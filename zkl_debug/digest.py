@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -186,9 +187,37 @@ def digest_array(array: NDArray[Any], lane_offset: int = 0) -> U64:
     return digest_rows(flat.view(np.uint8).reshape(n, -1) if flat.size else flat, lane_offset)
 
 
-def wrong_rows(bits: NDArray[Any], digest: U64) -> NDArray[np.bool_]:
-    """Which rows of raw bits [n, W] do not agree with their digests [n, 2]; bool [n]."""
-    return np.asarray((digest_array(bits) != digest).any(axis=1), np.bool_)
+def digest_pieces(rows: NDArray[Any], pieces: Sequence[tuple[int, int]]) -> U64:
+    """Digest of rows of which each rank has pieces: those of the ranks add up to that of the whole row.
+
+    Args:
+        rows: [n, ...] of any dtype, the pieces one behind the other.
+        pieces: (first lane in the whole row, bytes) of each; none for a row that is whole.
+
+    Returns:
+        Digests, shape [n, 2], uint64.
+    """
+    if not pieces:
+        return digest_array(rows)
+    n = rows.shape[0]
+    flat = np.ascontiguousarray(rows).reshape(n, -1).view(np.uint8) if rows.size else np.zeros((n, 0), np.uint8)
+    if flat.shape[1] != sum(count for _, count in pieces) and n:
+        raise ValueError(f"pieces of {sum(count for _, count in pieces)} bytes for rows of {flat.shape[1]}")
+    out, at = np.zeros((n, 2), np.uint64), 0
+    for lane, count in pieces:
+        out += digest_rows(flat[:, at : at + count], lane)
+        at += count
+    return out
+
+
+def wrong_rows(bits: NDArray[Any], digest: U64, pieces: Sequence[tuple[int, int]] = ()) -> NDArray[np.bool_]:
+    """Which rows of raw bits [n, W] do not agree with their digests [n, 2]; bool [n].
+
+    ``pieces`` are those of :func:`digest_pieces`, for rows of which a rank has a part.
+    """
+    if pieces and bits.itemsize * int(np.prod(bits.shape[1:], dtype=np.int64)) != sum(count for _, count in pieces):
+        return np.ones(bits.shape[0], np.bool_)
+    return np.asarray((digest_pieces(bits, pieces) != digest).any(axis=1), np.bool_)
 
 
 def prefix_digests(tokens: NDArray[Any]) -> U64:

@@ -45,6 +45,10 @@ class RowFlag(IntFlag):
     AFTER_CACHE_HIT = 1 << 6
     # The loss mask excludes this row.
     MASKED = 1 << 7
+    # A token of another rank that was sent here (to an expert): ``sample`` is the rank's place in the expert-parallel
+    # group, ``token`` the expert, ``position`` the how-manieth of the rank's tokens for this expert. The key is that
+    # of the rank's own row; it is found when the ranks are put together.
+    SENT = 1 << 8
 
 
 class SiteKind(StrEnum):
@@ -147,6 +151,32 @@ def parse_site(name: str) -> SiteName:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """What of a whole row one rank of a group has.
+
+    Attributes:
+        group: the group that shares the row: ``tp``, ``etp``.
+        index, count: place in the group, and its size.
+        shape: shape of the whole row.
+        pieces: (first element in the whole row, elements), in the order in which the rank has them, both whole 32-bit
+            lanes: the digest of each begins at its own lane, so that the digests of the ranks add up. Empty for a
+            partial sum, and where the pieces cannot be placed (then each rank is compared by itself).
+        partial: a partial sum, whole in shape, that is added up over the group.
+    """
+
+    group: str
+    index: int
+    count: int
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[int, int], ...] = ()
+    partial: bool = False
+
+    def lanes(self, itemsize: int) -> tuple[tuple[int, int], ...]:
+        """(first 32-bit lane in the whole row, bytes) of each piece; empty when digests of ranks do not add up."""
+        return tuple((first * itemsize // 4, count * itemsize) for first, count in self.pieces)
+
+
+@dataclass(frozen=True)
 class SiteMeta:
     """What is known of a site, stored as attributes of ``/sites/<id>``.
 
@@ -161,6 +191,7 @@ class SiteMeta:
         tp_axis: axis of the row that tensor parallelism splits, -1 when whole.
         lane_offset: first 32-bit lane of this shard in the whole row.
         semantic: operator class for the semantic table (``linear``, ``norm``, ``core_attention`` ...), or empty.
+        shard: the rank's part of the row, None when it has all of it.
     """
 
     name: str
@@ -173,6 +204,7 @@ class SiteMeta:
     tp_axis: int = -1
     lane_offset: int = 0
     semantic: str = ""
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +215,7 @@ class SiteBlock:
         meta: the site. A later block may carry the same ``meta.name`` only with equal dtype and row shape;
             otherwise the writer files it under ``name`` with a suffix and notes it.
         row: indices into this frame's rows, shape [n], uint32.
-        digest: multilinear-128 of each row, shape [n, 2], uint64.
+        digest: multilinear-128 of each row, shape [n, 2], uint64; of a shard, of its pieces at their lanes.
         payload: raw bits of each row, shape [n, W], uint8/16/32/64, or None at digest level.
     """
 

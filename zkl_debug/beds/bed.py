@@ -157,6 +157,9 @@ class BedOptions:
         greedy: greedy decoding; otherwise seeded sampling at temperature 1.
         size: ``small`` or ``full``; beds of a CPU have one size.
         graphs: on a GPU, decode through CUDA graphs.
+        layout: sizes of the parallel groups of the training side (fields of
+            :class:`~zkl_debug.engines.megatron.layout.ParallelLayout`); empty for one rank.
+        gen_layout: the same of the generation side.
         threads: torch threads during the run (restored afterwards); 0 leaves the process's setting.
     """
 
@@ -187,6 +190,13 @@ class BedOptions:
     threads: int = 1
     size: str = "full"
     graphs: bool = False
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    gen_layout: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def spread(self) -> bool:
+        """Whether a side runs on more than one rank."""
+        return bool(self.layout or self.gen_layout)
 
     @property
     def on_gpu(self) -> bool:
@@ -217,5 +227,8 @@ class BedOptions:
             raise UsageError(f"bed {self.bed} has no routing to replay", "a bed of a CPU with experts: tiny-moe")
         if self.one_sided and known.on_gpu:
             raise UsageError(f"bed {self.bed} has no switches of one side alone", "a bed of a CPU", "zkl-debug beds")
+        if self.spread and (known.on_gpu or known.hybrid or self.replay_routing):
+            what = "with routing replay" if self.replay_routing else ""
+            raise UsageError(f"bed {self.bed} {what} on several ranks", "tiny-gpt or tiny-moe", "zkl-debug beds")
         if self.chunk <= 0 or self.chunk % 64:
             raise UsageError(f"chunk {self.chunk}", "a positive multiple of 64: mcore pads mixed steps to 64 tokens")

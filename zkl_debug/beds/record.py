@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from zkl_debug.beds.bed import BedOptions
+from zkl_debug.beds.faults import fault
 from zkl_debug.beds.run import BedContext, BedRun, GenSide, TrainSide, open_bed
+from zkl_debug.beds.spread import layout_of, layouts
 from zkl_debug.errors import UsageError
 from zkl_debug.schema import Json
 
@@ -58,6 +60,9 @@ def record_bed(
     certification: dict[str, Json] = {}
     gen: GenSide | None = None
     train: TrainSide | None = None
+    options = fault(options.fault, options.bed, options.dtype).adjust(options)
+    if options.spread:
+        return _record_spread(options, out, folders, record, say)
     with open_bed(options) as context:
         out.mkdir(parents=True, exist_ok=True)
         with context.side("gen"):
@@ -71,6 +76,54 @@ def record_bed(
     repeat = {"options": asdict(options), "switches_on": switches, "record": asdict(record)}
     (out / "run.json").write_text(json.dumps(repeat, indent=2, default=str) + "\n")
     return Recorded(folders, BedRun(options, gen, train), certification)
+
+
+def _record_spread(
+    options: BedOptions, out: Path, folders: Mapping[str, Path], record: RecordOptions, say: Progress
+) -> Recorded:
+    """A side on several ranks runs in processes of its own; one on a single rank here."""
+    from zkl_debug.beds.ranks import run_ranks
+
+    out.mkdir(parents=True, exist_ok=True)
+    certification: dict[str, Json] = {}
+    done: dict[str, Any] = {}
+    switches: list[str] = []
+    sequences: dict[int, tuple[int, ...]] = {}
+    prompt_lens: dict[int, int] = {}
+    for side in ("gen", "train"):
+        folder = folders.get(side)
+        if side == "train" and folder is None:
+            continue
+        if layout_of(options, side).world > 1:
+            say(f"{side}: {layout_of(options, side).world} ranks ({layout_of(options, side).text}), each A0, A1, A2")
+            done[side], certification[side] = run_ranks(options, side, folder, record, sequences, prompt_lens)
+        else:
+            with open_bed(options, other_side_spread=True) as context, context.side(side):
+                context.sequences, context.prompt_lens = dict(sequences), dict(prompt_lens)
+                done[side] = run_side(context, side, folder, record, certification, say)
+                switches = [s.name for s in context.switches]
+        if side == "gen":
+            gen: GenSide = done["gen"]
+            sequences, prompt_lens = gen.sequences, {r.sample: r.prompt_length for r in gen.results}
+    repeat = {"options": asdict(options), "switches_on": switches, "record": asdict(record)}
+    (out / "run.json").write_text(json.dumps(repeat, indent=2, default=str) + "\n")
+    certification = {side: value for side, value in certification.items() if value}
+    return Recorded(dict(folders), BedRun(options, done.get("gen"), done.get("train")), certification)
+
+
+def run_side(
+    context: BedContext,
+    side: str,
+    folder: Path | None,
+    record: RecordOptions,
+    certification: dict[str, Json],
+    say: Progress | None = None,
+) -> Any:
+    """Run one side of an open bed, and capture it into ``folder`` if there is one; its surroundings are in place."""
+    say = say or (lambda _text: None)
+    if side == "gen":
+        return _side(context, side, folder, context.run_gen, record, certification, say, gen_outputs)
+    return _side(context, side, folder, context.run_train, record, certification, say, train_outputs)
 
 
 def _side[T](
@@ -94,6 +147,8 @@ def _side[T](
         plain = work()
     say(f"{side}: run A2 (probed)")
     with _capture(context, side, folder, record) as capture:
+        if context.options.spread:
+            capture.adapter.lone_collectives = max(one.tp for one in layouts(context.options)) > 1
         # Scoring rows then carry which tokens were generated.
         capture.adapter.prompt_lens.update(context.prompt_lens)
         if side == "gen":
@@ -142,6 +197,8 @@ def _capture(context: BedContext, side: str, folder: Path, record: RecordOptions
         budget=record.budget,
         strict=record.strict,
         meta=meta,
+        rank=context.rank[0],
+        world=context.rank[1],
     )
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zkl_debug.beds import workload
+from zkl_debug.beds import spread, workload
 from zkl_debug.beds.bed import SIDES, Bed, BedOptions, bed
 from zkl_debug.beds.faults import Fault, fault
+from zkl_debug.engines.megatron.layout import ONE, ParallelLayout
 from zkl_debug.errors import UsageError
 from zkl_debug.stack import Switch, resolve, switch
 from zkl_debug.stack.switches import check_together
@@ -57,7 +58,11 @@ class TrainSide:
 
 @dataclass
 class BedContext:
-    """An open bed: the model, the generator, and what is switched on. Made by :func:`open_bed`."""
+    """An open bed: the model, the generator, and what is switched on. Made by :func:`open_bed`.
+
+    ``layout`` and ``rank`` (rank, world) are those of this process where the side it runs is spread over several; it
+    then has a generator only if that side is the generation.
+    """
 
     options: BedOptions
     bed: Bed
@@ -67,6 +72,8 @@ class BedContext:
     switches: tuple[Switch, ...]
     fault: Fault
     one_sided: Mapping[str, tuple[Switch, ...]] = field(default_factory=dict)
+    layout: ParallelLayout = ONE
+    rank: tuple[int, int] = (0, 1)
     sequences: dict[int, tuple[int, ...]] = field(default_factory=dict)
     prompt_lens: dict[int, int] = field(default_factory=dict)
     routing: dict[int, NDArray[np.int64]] = field(default_factory=dict)
@@ -74,7 +81,9 @@ class BedContext:
     @property
     def packing(self) -> bool:
         """Whether scoring packs: asked for, and possible with the attention that is in place."""
-        return self.options.packing and any(s.name == "attention-reference" for s in self.switches)
+        return (
+            self.options.packing and self.layout.cp == 1 and any(s.name == "attention-reference" for s in self.switches)
+        )
 
     @contextmanager
     def side(self, name: str) -> Iterator[None]:
@@ -114,6 +123,7 @@ class BedContext:
         started = time.perf_counter()
         batches = workload.micro_batches(self.options, tokens, packing=self.packing)
         again = workload.rescoring_batches(self.options, tokens, len(batches))
+        batches, again = (spread.own_batches(group, self.layout) for group in (batches, again))
         log_probs, rescored = (self._score(group) for group in (batches, again))
         return TrainSide(log_probs, rescored, (*batches, *again), time.perf_counter() - started)
 
@@ -184,8 +194,17 @@ OnSide = Callable[[BedContext, str], AbstractContextManager[Any]]
 
 
 @contextmanager
-def open_bed(options: BedOptions) -> Iterator[BedContext]:
-    """Everything a run needs, set up inside the block and taken down after it: CPU backend, world, model, switches."""
+def open_bed(options: BedOptions, side: str = "", *, other_side_spread: bool = False) -> Iterator[BedContext]:
+    """Everything a run needs, set up inside the block and taken down after it: CPU backend, world, model, switches.
+
+    Args:
+        options: the run.
+        side: in a process that is one rank of this side, the side; else empty.
+        other_side_spread: this process runs a side that is on one rank, while the other is on several.
+
+    Raises:
+        UsageError: for a side on several ranks in a process that is none of them.
+    """
     known = bed(options.bed)
     if known.on_gpu:
         from zkl_debug.beds.gpu import open_gpu_bed
@@ -194,32 +213,43 @@ def open_bed(options: BedOptions) -> Iterator[BedContext]:
             yield context
         return
     put_in = fault(options.fault, options.bed, options.dtype)
-    options = put_in.adjust(options)
+    options = spread.fit_options(put_in.adjust(options))
+    if options.spread and not side and not other_side_spread:
+        text = " and ".join(one.text for one in spread.layouts(options))
+        raise UsageError(
+            f"bed {options.bed} on several ranks ({text}) in one process",
+            "a run on one rank",
+            "zkl-debug capture runs it",
+        )
     if known.hybrid:  # mcore then caches recurrent states as well, by kernels that a CPU has not
         options = replace(options, prefix_caching=False)
     changes = {**options.switches, **dict.fromkeys(options.one_sided, False)}
     switches = resolve(options.stack, changes, known.hybrid)
     one_sided = _one_sided(options, switches)
+    layout = spread.layout_of(options, side)
 
     from zkl_debug.engines.cpu import cpu_backend
     from zkl_debug.engines.megatron import generation, hybrid, model, world
     from zkl_debug.stack.switches import applied
 
     replay = {"routing_replay": True} if options.replay_routing else {}
-    spec = model.ModelSpec(**{**known.model, **put_in.model, **replay})
+    spec = spread.fit_spec(model.ModelSpec(**{**known.model, **put_in.model, **replay}), options)
     with ExitStack() as stack:
         stack.enter_context(_threads(options.threads))
         stack.enter_context(cpu_backend())
-        stack.enter_context(world.world())
+        stack.enter_context(world.ranked_world(layout) if side else world.world())
         if known.hybrid:
             stack.enter_context(hybrid.mamba_backend())
         stack.enter_context(applied(switches))
         if known.hybrid:
             built = hybrid.build_hybrid(spec, options.dtype, options.seed, known.pattern)
         else:
-            built = model.build_model(spec, options.dtype, options.seed)
-        generator = generation.DynamicGenerator(built, _gen_config(options, spec.max_length))
-        yield BedContext(options, known, spec, built, generator, switches, put_in, one_sided)
+            built = model.build_model(spec, options.dtype, options.seed, layout)
+        generator: Any = None
+        if side != "train":
+            generator = generation.DynamicGenerator(built, _gen_config(options, spec.max_length))
+        rank = spread.rank_and_world() if side else (0, 1)
+        yield BedContext(options, known, spec, built, generator, switches, put_in, one_sided, layout, rank)
 
 
 def _one_sided(options: BedOptions, switches: Sequence[Switch]) -> dict[str, tuple[Switch, ...]]:

@@ -108,8 +108,9 @@ def micro_batches(options: BedOptions, sequences: Mapping[int, Sequence[int]], *
     packed = _permuted(packed, options.permute)
 
     batches = _padded(options, [(s, sequences[s]) for s in padded], options.micro_batch)
-    for sample in alone:
-        batches.append(scoring.padded_batch(len(batches), [(sample, sequences[sample])]))
+    for sample in alone:  # unpadded, unless its rows are shared out among ranks
+        multiple = options.pad_multiple if options.layout else 1
+        batches.append(scoring.padded_batch(len(batches), [(sample, sequences[sample])], multiple=multiple))
     if packed:
         members = [(s, sequences[s]) for s in packed]
         batches.append(scoring.packed_batch(len(batches), members, multiple=options.pack_multiple))

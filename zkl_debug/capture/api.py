@@ -128,8 +128,10 @@ class Capture:
                 budget_bytes=self.options.budget,
             )
         self.session = CaptureSession(writer, self.options, self.forcing)
-        self._weights = WeightWatch(self.session, self.model)
-        self._hooks = ModuleHooks(self.session, self.model, self.adapter.rules if self.adapter else ())
+        part_of = getattr(self.adapter, "parameter_part", None)
+        self._weights = WeightWatch(self.session, self.model, part_of)
+        rename = getattr(self.adapter, "rename", None)
+        self._hooks = ModuleHooks(self.session, self.model, self.adapter.rules if self.adapter else (), rename)
         with self.session.guarded("attach"):
             if writer is not None:
                 self.add_manifest("self_test", {"mutation": notices_mutation()})
@@ -294,6 +296,9 @@ class Capture:
                 session.end_frame()
                 return
             self._weights.before_frame(rows)
+            fit = getattr(self.adapter, "fit_rows", None)
+            if fit is not None and not rows.warmup:
+                rows = fit(rows)
             session.begin_frame(rows)
             if rows.warmup:
                 return
@@ -346,7 +351,7 @@ def _adapter_for(model: nn.Module) -> Adapter | None:
     for cls in type(model).__mro__:
         module = ADAPTERS.get(cls.__module__.split(".")[0])
         if module is not None:
-            adapter: Adapter = importlib.import_module(module).make_adapter()
+            adapter: Adapter = importlib.import_module(module).make_adapter(model)
             return adapter
     return None
 

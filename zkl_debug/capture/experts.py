@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.layout import RowView
+from zkl_debug.capture.layout import RowView, share_of
 from zkl_debug.capture.session import CaptureSession
-from zkl_debug.schema import SiteKind
+from zkl_debug.schema import ROW_DTYPE, RowFlag, SiteKind
+
+if TYPE_CHECKING:
+    from zkl_debug.capture.frame import OpenFrame
 
 _EXPERT = re.compile(r"(?P<moe>.*)\.experts\.local_experts\.(?P<index>\d+)(?:\.|:|$)")
 _SCRATCH = "expert_permutation"
@@ -24,7 +28,7 @@ class Permutation:
     Attributes:
         slot: token slot of each permuted row, shape [m].
         expert: global expert id of each permuted row, shape [m].
-        first_expert: global id of this rank's first local expert.
+        first_expert: what to add to the expert number in a site's name for the global id.
         topk: experts a token has at most, where some may have fewer because tokens are dropped; 0: all have as many.
     """
 
@@ -103,15 +107,23 @@ def record_expert_rows(session: CaptureSession, name: str, tensor: torch.Tensor,
     if session.recording or frame.rows.warmup:
         session.out_of_reach(name, "its rows are in expert order, which is not known inside a graph")
         return False
+    if frame.rows.split[1] > 1:
+        slots, rows = share_of(frame.rows)
+    else:
+        slots, rows = frame.rows.slot, np.arange(len(frame.rows.slot), dtype=np.uint32)
+    n_slots = frame.rows.n_slots // frame.rows.split[1]
     head = name.rsplit(":", 1)[0]
     match = _EXPERT.match(head + ".")
     moe_path = match.group("moe") if match else re.split(r"[./](?:experts|permute|unpermute)", head)[0]
     permutation = get_permutation(session, moe_path)
     view = None
-    if permutation is not None and match is not None:
-        view = _one_expert(frame.rows.slot, permutation, int(match.group("index")), tensor)
-    elif permutation is not None:
-        view = _all_experts(frame.rows.slot, frame.rows.n_slots, permutation, tensor)
+    sent = get_sent(session, moe_path)
+    if match is not None and sent is not None:
+        view = sent.view(frame, int(match.group("index")), tensor)
+    elif permutation is not None and match is not None:
+        view = _one_expert(slots, permutation, int(match.group("index")), tensor, rows)
+    elif permutation is not None and (sent is None or not head.endswith(".experts")):
+        view = _all_experts(slots, n_slots, permutation, tensor, rows)
     if view is None:
         session.not_rows.setdefault(name, f"{tuple(tensor.shape)}: no expert permutation fits")
         return False
@@ -120,7 +132,11 @@ def record_expert_rows(session: CaptureSession, name: str, tensor: torch.Tensor,
 
 
 def _all_experts(
-    slots: NDArray[np.int64], n_slots: int, permutation: Permutation, tensor: torch.Tensor
+    slots: NDArray[np.int64],
+    n_slots: int,
+    permutation: Permutation,
+    tensor: torch.Tensor,
+    row: NDArray[np.uint32],
 ) -> RowView | None:
     if tensor.shape[0] != len(permutation.slot):
         return None
@@ -134,15 +150,108 @@ def _all_experts(
         wanted = np.where(wanted < 0, len(tensor), wanted)
     index = torch.from_numpy(np.ascontiguousarray(wanted.reshape(-1))).to(tensor.device)
     gathered = rows.index_select(0, index).reshape(len(slots), wanted.shape[1], *tensor.shape[1:])
-    return RowView(gathered, None, np.arange(len(slots), dtype=np.uint32), tuple(gathered.shape[1:]))
+    return RowView(gathered, None, row, tuple(gathered.shape[1:]))
 
 
-def _one_expert(slots: NDArray[np.int64], permutation: Permutation, index: int, tensor: torch.Tensor) -> RowView | None:
+def _one_expert(
+    slots: NDArray[np.int64], permutation: Permutation, index: int, tensor: torch.Tensor, rows: NDArray[np.uint32]
+) -> RowView | None:
     mine = permutation.slot[permutation.expert == permutation.first_expert + index]
     if tensor.shape[0] != len(mine):
         return None
     row_of_slot = {int(s): i for i, s in enumerate(slots)}
     pairs = [(i, row_of_slot[int(s)]) for i, s in enumerate(mine) if int(s) in row_of_slot]
     take = np.array([p[0] for p in pairs], np.int64)
-    row = np.array([p[1] for p in pairs], np.uint32)
+    row = rows[np.array([p[1] for p in pairs], np.int64)]
     return RowView(tensor, take, row, tuple(tensor.shape[1:]))
+
+
+# ---- expert parallel: rows that came from other ranks --------------------------------------------------------------
+_SENT = "expert_sent"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the experts of this rank were sent: how many tokens by each rank of the expert-parallel group.
+
+    Attributes:
+        counts: tokens by source (its place in the group) and local expert, shape [sources, experts]. Of each expert the
+            rows come source by source, and of each source in the order of its own tokens.
+        first_expert: global id of the first local expert.
+    """
+
+    counts: NDArray[np.int64]
+    first_expert: int
+
+    def view(self, frame: OpenFrame, expert: int, tensor: torch.Tensor) -> RowView | None:
+        """All rows of one expert, each under a placeholder row that says whose token it is."""
+        local = expert - self.first_expert
+        if not 0 <= local < self.counts.shape[1] or tensor.shape[0] != int(self.counts[:, local].sum()):
+            return None
+        known: dict[int, NDArray[np.uint32]] = frame.scratch.setdefault(_SENT + str(id(self)), {})
+        row = known.get(expert)
+        if row is None:
+            row = known[expert] = self._placeholders(frame, expert, local)
+        return RowView(tensor, None, row, tuple(tensor.shape[1:]))
+
+    def _placeholders(self, frame: OpenFrame, expert: int, local: int) -> NDArray[np.uint32]:
+        """Rows of the frame for (source, expert, how-manieth); made once a frame, for layers of equal counts shared."""
+        table: dict[tuple[int, int, int], int] = frame.scratch.setdefault(_SENT, {})
+        made: list[tuple[int, int, int]] = []
+        places: list[int] = []
+        for source, count in enumerate(self.counts[:, local].tolist()):
+            for number in range(count):
+                at = table.get((source, expert, number))
+                if at is None:
+                    at = table[source, expert, number] = frame.n_rows + len(made)
+                    made.append((source, expert, number))
+                places.append(at)
+        if made:
+            rows = np.zeros(len(made), ROW_DTYPE)
+            rows["sample"], rows["token"], rows["position"] = np.array(made, np.int64).T
+            rows["flags"] = int(frame.rows.phase) & int(RowFlag.PHASE_MASK) | int(RowFlag.SENT)
+            frame.labels.append(rows)
+        return np.array(places, np.uint32)
+
+
+def set_sent(session: CaptureSession, moe_path: str, sent: Sent) -> None:
+    """Remember what the experts of an MoE layer were sent, for the rest of the frame."""
+    if session.frame is not None:
+        session.frame.scratch.setdefault(_SENT + "by_layer", {})[moe_path] = sent
+
+
+def get_sent(session: CaptureSession, moe_path: str) -> Sent | None:
+    """What the experts of an MoE layer were sent by other ranks, None where they see the rank's own tokens only."""
+    if session.frame is None:
+        return None
+    found: Sent | None = session.frame.scratch.get(_SENT + "by_layer", {}).get(moe_path)
+    return found
+
+
+def record_dispatch(session: CaptureSession, moe_path: str, permutation: Permutation) -> None:
+    """Record where the rank sends its tokens: of each token (expert, how-manieth of the rank's tokens for it), int32.
+
+    Only with this can the rows that experts of other ranks saw be given back to their tokens, so it is recorded with
+    its values at every level.
+    """
+    frame = session.frame
+    if frame is None:
+        return
+    slots, rows = (
+        share_of(frame.rows)
+        if frame.rows.split[1] > 1
+        else (frame.rows.slot, np.arange(len(frame.rows.slot), dtype=np.uint32))
+    )
+    table = permutation.per_token(frame.rows.n_slots // frame.rows.split[1])
+    if table is None:
+        session.not_rows.setdefault(f"{moe_path}/dispatch:out.0", "a token with another number of experts")
+        return
+    order = np.lexsort((permutation.slot, permutation.expert))
+    number = np.empty(len(order), np.int64)
+    first = np.searchsorted(permutation.expert[order], permutation.expert[order])
+    number[order] = np.arange(len(order)) - first
+    chosen = table[slots]
+    value = np.stack([permutation.expert[chosen], number[chosen]], -1).astype(np.int32)
+    value[chosen < 0] = -1  # a token that was dropped there
+    view = RowView(torch.from_numpy(value), None, rows, tuple(value.shape[1:]))
+    session.record_view(f"{moe_path}/dispatch:out.0", view, kind=SiteKind.TAP, semantic="dispatch", always=True)

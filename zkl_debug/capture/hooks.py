@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,18 +57,27 @@ class ModuleHooks:
         session: where sites go.
         model: the model; site names are its ``named_modules`` paths.
         rules: first match wins; the default rule records everything.
+        rename: name in the whole model of a path in this process's part of it.
     """
 
-    def __init__(self, session: CaptureSession, model: nn.Module, rules: tuple[ModuleRule, ...] = ()) -> None:
+    def __init__(
+        self,
+        session: CaptureSession,
+        model: nn.Module,
+        rules: tuple[ModuleRule, ...] = (),
+        rename: Callable[[str], str] | None = None,
+    ) -> None:
         self.session = session
         self.model = model
         self.rules = rules
+        self.rename = rename or (lambda path: path)
         self._handles: list[RemovableHandle] = []
         self.paths: dict[int, str] = {}
 
     def install(self) -> None:
         """Register the hooks."""
-        for path, module in self.model.named_modules():
+        for local, module in self.model.named_modules():
+            path = self.rename(local)
             self.paths.setdefault(id(module), path)
             if not path or type(module).__name__ in IDENTITIES:
                 continue

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.rows import FrameRows
+from zkl_debug.schema import Shard
 
 I64 = NDArray[np.int64]
 
@@ -30,12 +31,14 @@ class RowView:
         take: rows of ``tensor`` to read, shape [n]; None means all of them, in order.
         row: index into the frame's rows for each row read, shape [n], uint32.
         row_shape: shape of one row.
+        shard: what of the whole row this is, None for all of it.
     """
 
     tensor: torch.Tensor
     take: I64 | None
     row: NDArray[np.uint32]
     row_shape: tuple[int, ...]
+    shard: Shard | None = None
 
 
 def resolve(tensor: torch.Tensor, frame: FrameRows, layout: str = "") -> RowView | None:
@@ -65,6 +68,8 @@ def resolve(tensor: torch.Tensor, frame: FrameRows, layout: str = "") -> RowView
         return RowView(tensor.reshape(b, *shape[2:]), None, frame.last.astype(np.uint32), tuple(shape[2:]))
     if shape[0] == s * b:
         return _view(tensor, frame, shape[1:], batch_first=layout == "bs")
+    if frame.split[1] > 1:
+        return _share(tensor, frame)
     body = tensor
     if len(shape) > 2 and shape[0] == 1:
         body = tensor.squeeze(0)
@@ -75,6 +80,31 @@ def resolve(tensor: torch.Tensor, frame: FrameRows, layout: str = "") -> RowView
     if b == 1 and len(frame.last) and body.shape[0] == len(frame.last):
         return RowView(body, None, frame.last.astype(np.uint32), tuple(body.shape[1:]))
     return None
+
+
+def share_of(frame: FrameRows) -> tuple[I64, NDArray[np.uint32]]:
+    """Rows in this rank's share of the sequence: their slots within it, and their places in the frame's rows."""
+    index, count = frame.split
+    size = frame.n_slots // count
+    inside = np.flatnonzero(frame.slot // size == index)
+    return frame.slot[inside] - index * size, inside.astype(np.uint32)
+
+
+def _share(tensor: torch.Tensor, frame: FrameRows) -> RowView | None:
+    """The view of a tensor that holds 1 / count of the sequence (sequence parallel): [s / count, b, *] or flat."""
+    s, b = frame.grid
+    count = frame.split[1]
+    shape = tuple(tensor.shape)
+    if count == 1 or s % count:
+        return None
+    if shape[:2] == (s // count, b):
+        tensor = tensor.reshape(s // count * b, *shape[2:])
+    elif shape[0] != s // count * b:
+        return None
+    known = frame.cache.get("share")
+    if known is None:
+        known = frame.cache["share"] = share_of(frame)
+    return RowView(tensor, known[0], known[1], tuple(tensor.shape[1:]))
 
 
 def _view(flat: torch.Tensor, frame: FrameRows, row_shape: tuple[int, ...], batch_first: bool = False) -> RowView:

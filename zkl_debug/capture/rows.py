@@ -32,6 +32,8 @@ class FrameRows:
         graph: CUDA-graph bucket, or -1.
         micro_batch: index of the micro-batch or engine step, or -1.
         warmup: a call that prepares others (a graph is being recorded): its rows mean nothing and are not written.
+        split: (rank, size) of the sequence-parallel group: tensors of 1 / size of the slots are this rank's share of s.
+        following: the token behind each row in its sample, -1 behind the last, where rows of a sample are not all here.
         cache: what :func:`zkl_debug.capture.layout.resolve` found for shapes seen before in this frame.
     """
 
@@ -47,6 +49,8 @@ class FrameRows:
     micro_batch: int = -1
     weight_version: int = 0
     warmup: bool = False
+    split: tuple[int, int] = (0, 1)
+    following: I64 | None = None
     cache: dict[object, Any] = field(default_factory=dict)
 
     @property
@@ -162,6 +166,39 @@ def packed_rows(
         parts.append(sequence_rows(samples[i], tokens[start : start + length], phase, prompt))
         slots.append(start + np.arange(length))
     return _assemble((len(tokens), 1), parts, slots, phase, lengths)
+
+
+def spread_rows(whole: FrameRows, columns: I64) -> FrameRows:
+    """The rows of a padded frame that lie in some columns of its sequences, for a rank that is given only those.
+
+    Args:
+        whole: rows of the whole sequences.
+        columns: the rank's columns of s, in its order, shape [s / size].
+    """
+    length, batch = whole.grid
+    place = np.full(length, -1, np.int64)
+    place[columns] = np.arange(len(columns))
+    column = whole.slot // batch
+    keep = np.flatnonzero(place[column] >= 0)
+    after = np.full(len(whole.rows), -1, np.int64)
+    rows = whole.rows
+    same = (rows["sample"][1:] == rows["sample"][:-1]) & (rows["position"][1:] == rows["position"][:-1] + 1)
+    after[:-1] = np.where(same, rows["token"][1:], -1)
+    made = np.zeros(len(rows), np.uint32)
+    made[:-1] = np.where(same, rows["flags"][1:] & np.uint32(RowFlag.GENERATED), 0)
+    keep = keep[np.lexsort((place[column[keep]], whole.slot[keep] % batch))]
+    frame = FrameRows(
+        (len(columns), batch),
+        rows[keep],
+        place[column[keep]] * batch + whole.slot[keep] % batch,
+        whole.phase,
+        whole.n_seqs,
+        whole.max_seqlen_q,
+        micro_batch=whole.micro_batch,
+        following=after[keep],
+    )
+    frame.cache["following_flags"] = made[keep]
+    return frame
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,15 +23,24 @@ from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.layout import RowView, dtype_name, raw_rows, resolve
 from zkl_debug.capture.rows import FrameRows, label_rows
 from zkl_debug.capture.twins import Twins
+from zkl_debug.capture.viewing import ShardOf, digest_view, sharded, with_shard
 from zkl_debug.digest_torch import digest_tensor
 from zkl_debug.errors import ProbeError, UsageError
-from zkl_debug.schema import EventRecord, Json, Phase, SiteBlock, SiteKind, SiteMeta, StateRecord, parse_site, row_phase
+from zkl_debug.schema import (
+    EventRecord,
+    Json,
+    Phase,
+    SiteBlock,
+    SiteKind,
+    SiteMeta,
+    StateRecord,
+    parse_site,
+    row_phase,
+)
 
 if TYPE_CHECKING:
     from zkl_debug.capture.forcing import Forcing
     from zkl_debug.store.writer import CaptureWriter
-
-_ALIAS_KEEP = 24  # tensors whose digests are kept for the next hooks of the same frame
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,7 @@ class CaptureSession:
         self._drain: Drain | None = None
         self._frame: OpenFrame | None = None
         self._next_frame = 0
+        self.shard_of: ShardOf | None = None
         self._wanted: dict[str, bool] = {}
         self._lock = threading.RLock()
         self.path: list[str] = []  # modules being run, outermost first
@@ -269,6 +279,10 @@ class CaptureSession:
             return False
         if flatten:
             view = self._flat(view)
+        view = sharded(self.shard_of, name, view, semantic)
+        if recording and view.shard is not None:
+            self.out_of_reach(name, "a shard: the kernels inside a graph know no place in the whole row")
+            return False
         if recording and self.graphs is not None:
             meta = self._meta(name, view, kind, semantic)
             self.graphs.record(name, meta, view, self.options.level == "payload")
@@ -290,18 +304,22 @@ class CaptureSession:
         semantic: str = "",
         source: torch.Tensor | None = None,
         part: bool = False,
+        always: bool = False,
     ) -> None:
         """Record rows that were resolved by the caller (expert-permuted rows, label rows).
+
+        ``always``: with payload, whatever the level.
 
         ``source`` is the tensor the view was taken of; when the next hook sees the very same object its digests are
         used again. ``part``: other rows of the site come, or came, in other calls of the frame.
         """
         frame = self._frame
-        if frame is None or frame.rows.warmup or len(view.row) == 0 or not self.wants(name):
+        if frame is None or frame.rows.warmup or len(view.row) == 0 or not (always or self.wants(name)):
             return
         if self.recording:
             self.out_of_reach(name, "its rows are known on the host only, after the call")
             return
+        view = sharded(self.shard_of, name, view, semantic)
         name = self.occurrence(frame, name) if not part else name
         frame.seen.setdefault(name, 1)
         meta = self._meta(name, view, kind, semantic)
@@ -309,15 +327,15 @@ class CaptureSession:
             table = np.concatenate([frame.rows.rows, *frame.labels]) if frame.labels else frame.rows.rows
             self.forcing.visit(name, view, kind, table[view.row], view.tensor if source is None else source)
             return
-        wanted = self.options.level == "payload"
-        if self.kernels.takes(view.tensor):
+        wanted = self.options.level == "payload" or always
+        if view.shard is None and self.kernels.takes(view.tensor):
             self.device_frame(frame)
             pending = frame.launch(name, view, source, wanted, self.twins)
             if pending is not None:
                 frame.blocks.append(Block(meta, view.row, pending=pending))
                 return
         payload = raw_rows(view) if wanted else None
-        digest = self._digest(frame, view, source)
+        digest = digest_view(frame, view, source, digest_tensor)
         frame.blocks.append(Block(meta, view.row, digest, payload))
 
     def record_call(self, name: str, value: torch.Tensor, semantic: str = "") -> None:
@@ -389,34 +407,17 @@ class CaptureSession:
             known = SiteMeta(
                 name, kind, site.layer, len(self.metas), site.port, dtype, view.row_shape, semantic=semantic
             )
+            known = with_shard(known, view)
             self.metas[name] = known
         elif known.torch_dtype != dtype or known.row_shape != view.row_shape:
             # The writer files it beside the first form and notes it.
-            return SiteMeta(name, kind, known.layer, known.order, known.port, dtype, view.row_shape, semantic=semantic)
+            other = SiteMeta(name, kind, known.layer, known.order, known.port, dtype, view.row_shape, semantic=semantic)
+            return with_shard(other, view)
         return known
 
     def meta_like(self, name: str, meta: SiteMeta) -> SiteMeta:
         """The meta of a further occurrence of a site."""
         return self.metas.setdefault(name, replace(meta, name=name, order=len(self.metas)))
-
-    def _digest(self, frame: OpenFrame, view: RowView, source: torch.Tensor | None) -> NDArray[np.uint64]:
-        tensor = view.tensor.detach()
-        n_view = tensor.shape[0]
-        if view.take is not None and 2 * len(view.take) < n_view:
-            picked = tensor.index_select(0, torch.from_numpy(view.take).to(tensor.device))
-            return digest_tensor(picked, len(view.take))
-        key = _reuse_key(source, tensor)
-        if key is not None:
-            hit = frame.alias.get(key)
-            if hit is not None:
-                return hit[1] if view.take is None else hit[1][view.take]
-        digest = digest_tensor(tensor, n_view)
-        if key is not None:
-            assert source is not None
-            frame.alias[key] = (source, digest)  # the reference keeps the object from being replaced by another
-            if len(frame.alias) > _ALIAS_KEEP:
-                frame.alias.popitem(last=False)
-        return digest if view.take is None else digest[view.take]
 
     # ---- state and events -----------------------------------------------------------------------------------------
     def event(self, name: str, detail: Mapping[str, Json] | None = None) -> int:
@@ -469,18 +470,6 @@ class CaptureSession:
         if not self.not_recorded:
             return []
         return [f"{self.not_recorded} forwards ran none of the first {self.options.requests} requests: not recorded"]
-
-
-def _reuse_key(source: torch.Tensor | None, rows: torch.Tensor) -> tuple[Any, ...] | None:
-    """Key under which digests of ``source`` may be used again in this frame; None where a write could go unnoticed.
-
-    The same object, storage, version and number of rows are all needed. Storage and version alone are not enough:
-    assigning ``.data`` gives a new tensor the old storage with a version counter of its own. Inference tensors have no
-    counter, and kernels on a GPU may write without touching it.
-    """
-    if source is None or source.is_inference() or source.device.type != "cpu":
-        return None
-    return (id(source), source.data_ptr(), source._version, rows.shape[0])
 
 
 def make_label_rows(

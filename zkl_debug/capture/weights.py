@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zkl_debug.capture.state import allocated, model_state, tensor_digest
+from zkl_debug.capture.state import PartOf, allocated, model_state, tensor_digest
 from zkl_debug.digest_torch import unobserved
 from zkl_debug.schema import Phase, row_phase
 
@@ -30,11 +30,13 @@ class WeightWatch:
     Args:
         session: where they are stored.
         model: whose parameters and buffers they hold.
+        part_of: see :func:`zkl_debug.capture.state.model_state`.
     """
 
-    def __init__(self, session: CaptureSession, model: nn.Module) -> None:
+    def __init__(self, session: CaptureSession, model: nn.Module, part_of: PartOf | None = None) -> None:
         self._session = session
         self._model = model
+        self._part_of = part_of
         self._seen: tuple[int, int] | None = None
         self._sample: tuple[tuple[int, int], ...] = ()
         self._places: list[tuple[nn.Module, str]] | None = None
@@ -58,7 +60,7 @@ class WeightWatch:
         if self._seen is not None:
             session.event("weights", {"reason": "step" if known[0] != self._seen[0] else "changed"})
         self._seen = known
-        session.state(model_state(self._model))
+        session.state(model_state(self._model, self._part_of))
         self._sample = self._read_sample()
 
     def _may_have_changed(self, phase: Phase, turned: bool) -> bool:

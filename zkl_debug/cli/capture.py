@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from zkl_debug.attach.settings import Settings
 from zkl_debug.cli.bedopts import bed_options, make_options
 from zkl_debug.cli.capture_program import run_program
 from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout
+from zkl_debug.cli.layoutopts import layout_options, take_layouts
 from zkl_debug.errors import ExitCode, UsageError
 
 _SIDES = {"train": ("train",), "gen": ("gen",), "both": ("gen", "train")}
@@ -35,6 +37,7 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
 @click.option("--bed", default=None, help="Workload to run (see `zkl-debug beds`).")
 @click.option("--side", default="both", show_default=True, help="train, gen or both; any label for a program.")
 @bed_options
+@layout_options
 @click.option("--level", type=click.Choice(["digest", "payload"]), default="digest", show_default=True)
 @click.option("--sites", multiple=True, metavar="GLOB", help="Record only these sites; repeatable.")
 @click.option("--layers", default=None, metavar="N-M", help="Record only these layers.")
@@ -91,7 +94,8 @@ def command(
         raise UsageError(f"--side {side}", f"one of {', '.join(_SIDES)} for a bed")
     from zkl_debug.beds.record import RecordOptions, record_bed
 
-    options = make_options(bed, values, _SIDES[side])
+    layouts = take_layouts(values)
+    options = replace(make_options(bed, values, _SIDES[side]), **layouts)
     record = RecordOptions(level, sites, parse_layers(layers), budget, strict, not no_certify)
     console = stderr()
     with console.status("starting") as status:

@@ -38,6 +38,8 @@ from zkl_debug.diff.suggest import suggestions
 from zkl_debug.diff.tokens import check_tokens
 from zkl_debug.diff.verdict import Claim, Verdict, refused
 from zkl_debug.diff.weights import check_weights
+from zkl_debug.diff.world import fold, level
+from zkl_debug.diff.world.report import check_ranks, lost_ranks, rank_report
 from zkl_debug.errors import CaptureInvalid
 from zkl_debug.schema import Json
 
@@ -83,8 +85,15 @@ def diff_captures(
                 opened.append(_open(source, partial, stack))
             except CaptureInvalid as error:
                 return refused(from_error(error, name), partial=partial)
+        for index, name in enumerate(_NAMES[: len(opened)]):
+            try:
+                opened[index] = fold(opened[index])
+            except CaptureInvalid as error:
+                return refused(from_error(error, name), partial=partial)
         if b is None:
             opened.append(Alone(opened[0]))
+        else:
+            opened[:] = level(*opened)
         try:
             comparing: dict[str, Any] = {"aliases": aliases, "oracle": oracle, "progress": progress}
             comparing |= {"first_only": first_only, "runner": runner or Processes()}
@@ -172,6 +181,7 @@ def _handed(comparison: Comparison, checks: dict[str, Json]) -> handed_over.Hand
 def _coverage(comparison: Comparison, partial: bool, left_out: Sequence[Skip]) -> Coverage:
     skips = [*comparison.skips, *left_out, *_not_reached(comparison)]
     for name, capture in zip(_NAMES, (comparison.a, comparison.b), strict=True):
+        skips += lost_ranks(name, capture)
         if partial and not capture.manifest.get("complete", True):
             skips.append(Skip(f"lost in {name}: end of the capture", str(capture.manifest.get("reason", "incomplete"))))
     alone = isinstance(comparison.b, Alone)
@@ -198,6 +208,9 @@ def _refusals(comparison: Comparison, checks: dict[str, Json], alone: bool) -> I
     for name, capture in zip(_NAMES, captures, strict=False):
         yield from _found(check_buffers(name, capture))
     checks["buffers"] = "distinct"
+    for name, capture in zip(_NAMES, captures, strict=False):
+        checks.update(rank_report(name, capture))
+        yield from _found(check_ranks(name, capture))
     refusal, report = check_weights(comparison.a, comparison.b)
     checks.update(report)
     yield from _found(refusal)
@@ -242,6 +255,9 @@ def check_bytes(name: str, capture: CaptureLike) -> Refusal | None:
     from zkl_debug.store.reader import Capture, verify_payload
 
     capture = getattr(capture, "original", capture)
+    ranks = getattr(capture, "ranks", None)
+    if isinstance(ranks, dict):
+        return next(_found_of(check_bytes(f"{name}, rank {rank}", own) for rank, own in ranks.items()), None)
     if not isinstance(capture, Capture):
         return None
     bad = verify_payload(capture)

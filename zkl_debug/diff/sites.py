@@ -68,11 +68,20 @@ def join_sites(a: CaptureLike, b: CaptureLike, aliases: Mapping[str, str] | None
     pairs = []
     for name in names:
         one, two = left.get(name), right.get(name)
+        if one is not None and two is not None and not _comparable(one.meta, two.meta):
+            pairs.append(SitePair(name, parse_site(name), one, None))
+            continue
         differ = _differ(one.meta, two.meta) if one is not None and two is not None else ""
         if one is None or two is None:
             one, two, differ = _plain_operand(name, left, right) if plain else (one, two, "")
         pairs.append(SitePair(name, parse_site(name), one, two, differ))
     return tuple(pairs)
+
+
+def _comparable(a: SiteMeta, b: SiteMeta) -> bool:
+    """Partial sums are compared with those of the same rank of as many ranks, never with anything else."""
+    parts = [(s.count if s.partial else 0) if s is not None else 0 for s in (a.shard, b.shard)]
+    return parts[0] == parts[1]
 
 
 def _differ(a: SiteMeta, b: SiteMeta) -> str:
@@ -195,6 +204,11 @@ def site_skips(sites: Sequence[SitePair], a: CaptureLike, b: CaptureLike) -> lis
     for pair in sites:
         if pair.a is None or pair.b is None:
             here, there = ("B", a) if pair.a is None else ("A", b)
+            shard = pair.meta.shard
+            if shard is not None and shard.partial:
+                why = f"partial sum of rank {shard.index} of {shard.count} on {here}: never compared with a full value"
+                skips.append(Skip(f"site {pair.name}", why))
+                continue
             why = (
                 ": a state handed from call to call"
                 if pair.meta.semantic.startswith("state_")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from zkl_debug.digest import digest_bytes, digest_rows
 from zkl_debug.errors import ProbeError
-from zkl_debug.schema import U64, Json, SiteKind, SiteMeta
+from zkl_debug.schema import U64, Json, Shard, SiteKind, SiteMeta
 
 MANIFEST = "manifest.json"
 #: Bytes of a payload chunk: as many whole rows as fit, at least one.
@@ -132,7 +132,9 @@ def _plain(value: Any) -> Any:
 
 def site_to_json(meta: SiteMeta) -> dict[str, Json]:
     """A site's attributes as a JSON object."""
+    shard = {} if meta.shard is None else {"shard": _shard_to_json(meta.shard)}
     return {
+        **shard,
         "name": meta.name,
         "kind": str(meta.kind),
         "layer": meta.layer,
@@ -144,6 +146,35 @@ def site_to_json(meta: SiteMeta) -> dict[str, Json]:
         "lane_offset": meta.lane_offset,
         "semantic": meta.semantic,
     }
+
+
+def _shard_to_json(shard: Shard) -> dict[str, Json]:
+    return {
+        "group": shard.group,
+        "index": shard.index,
+        "count": shard.count,
+        "shape": list(shard.shape),
+        "pieces": [list(piece) for piece in shard.pieces],
+        "partial": shard.partial,
+    }
+
+
+def _shard_from_json(value: Any) -> Shard:
+    if not isinstance(value["partial"], bool):
+        raise TypeError(f"{value['partial']!r} is not a truth value")
+    shard = Shard(
+        group=_text(value["group"]),
+        index=_integer(value["index"]),
+        count=_integer(value["count"]),
+        shape=tuple(_integer(n) for n in value["shape"]),
+        pieces=tuple((_integer(first), _integer(count)) for first, count in value["pieces"]),
+        partial=value["partial"],
+    )
+    if not 0 <= shard.index < shard.count:
+        raise ValueError(f"shard {shard.index} of {shard.count}")
+    if any(first < 0 or count <= 0 for first, count in shard.pieces):
+        raise ValueError("a piece of a shard lies outside the row")
+    return shard
 
 
 def site_from_json(value: Any) -> SiteMeta:
@@ -167,6 +198,7 @@ def site_from_json(value: Any) -> SiteMeta:
             tp_axis=_integer(value["tp_axis"]),
             lane_offset=_integer(value["lane_offset"]),
             semantic=_text(value["semantic"]),
+            shard=_shard_from_json(value["shard"]) if "shard" in value else None,
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"a site's description is damaged: {error!r}") from None

@@ -195,6 +195,10 @@ def merge_parts(parts: list[dict[str, Json]]) -> dict[str, Json]:
     for part in reversed(parts):
         merged |= part
     merged["complete"] = all(part["complete"] for part in parts)
+    merged |= _merge_checks(parts)
+    reasons = [f"rank {_rank_of(part)}: {part['reason']}" for part in parts if part.get("reason")]
+    if reasons:
+        merged["reason"] = "; ".join(reasons)
     merged["segments"] = [segment for part in parts for segment in part["segments"]]
     merged["notes"] = list(dict.fromkeys(note for part in parts for note in part["notes"]))
     sites: dict[str, dict[str, Json]] = {}
@@ -209,6 +213,36 @@ def merge_parts(parts: list[dict[str, Json]]) -> dict[str, Json]:
         **_site_counts(sites),
     }
     return merged
+
+
+def _rank_of(part: Mapping[str, Json]) -> Json:
+    """Rank of a part, as its segments say; a question mark for one without."""
+    return next((segment.get("rank", "?") for segment in part["segments"]), "?")
+
+
+def _merge_checks(parts: list[dict[str, Json]]) -> dict[str, Json]:
+    """What each rank found of its own probe and of its own repetition: good only where it is good on all of them."""
+    merged: dict[str, Json] = {}
+    probes = [(_rank_of(p), p["probe"]) for p in parts if isinstance(p.get("probe"), Mapping)]
+    if probes:
+        errors = [f"rank {rank}: {error}" for rank, probe in probes for error in probe.get("errors") or ()]
+        merged["probe"] = {**probes[0][1], "ok": all(p.get("ok", True) for _, p in probes), "errors": errors}
+    tests = [p["self_test"] for p in parts if isinstance(p.get("self_test"), Mapping)]
+    if tests:
+        merged["self_test"] = {key: all(test.get(key, True) is not False for test in tests) for key in tests[0]}
+    repeats = [p["self_repeat"] for p in parts if isinstance(p.get("self_repeat"), Mapping)]
+    if repeats:
+        merged["self_repeat"] = {key: _all_equal([r[key] for r in repeats if key in r]) for key in repeats[0]}
+    not_rows = [p["not_rows"] for p in parts if isinstance(p.get("not_rows"), Mapping)]
+    if not_rows:
+        merged["not_rows"] = {name: shape for one in reversed(not_rows) for name, shape in one.items()}
+    return merged
+
+
+def _all_equal(entries: list[Json]) -> Json:
+    counts = {key: sum(int(e.get(key) or 0) for e in entries) for key in ("values", "mismatched")}
+    bad = next((e for e in entries if not e.get("equal")), None)
+    return {**entries[0], **counts, "equal": bad is None, "first": "" if bad is None else bad.get("first", "")}
 
 
 _SUMMED = ("rows", "payload_rows", "payload_bytes", "payload_dropped_rows")

@@ -236,11 +236,13 @@ class Capture:
             ``frame`` indexes :attr:`frames`, or is -1.
     """
 
-    def __init__(self, root: Path, manifest: dict[str, Json], readers: list[SegmentReader]) -> None:
+    def __init__(
+        self, root: Path, manifest: dict[str, Json], readers: list[SegmentReader], meta: dict[str, Json] | None = None
+    ) -> None:
         self.root, self.manifest, self._readers = root, manifest, readers
         self.place = root.resolve()
         self.side: str = manifest["side"]
-        self.meta: dict[str, Json] = manifest["meta"]
+        self.meta: dict[str, Json] = manifest["meta"] if meta is None else meta
         self.frames, self.frame_rank, self.rows, bases = _join_tables(readers)
         self.sites = _join_sites(readers, bases)
         self.events = _join_events(readers)
@@ -248,6 +250,13 @@ class Capture:
         for reader in readers:
             for seq, records in reader.states.items():
                 self.states.setdefault(seq, []).extend(records)
+
+    def by_rank(self) -> dict[int, Capture]:
+        """What each rank recorded, as captures of their own over the same open files."""
+        own: dict[int, list[SegmentReader]] = {}
+        for reader in self._readers:
+            own.setdefault(reader.rank, []).append(reader)
+        return {r: Capture(self.root, self.manifest, own[r], dict(own[r][0].meta)) for r in sorted(own)}
 
     def close(self) -> None:
         """Close the files; arrays that were read stay valid."""
@@ -298,11 +307,12 @@ def _join_sites(readers: list[SegmentReader], bases: list[int]) -> dict[str, Sit
 
 
 def _same_layout(a: SiteMeta, b: SiteMeta) -> bool:
-    return (a.torch_dtype, a.row_shape, a.tp_axis, a.lane_offset) == (
+    return (a.torch_dtype, a.row_shape, a.tp_axis, a.lane_offset, a.shard) == (
         b.torch_dtype,
         b.row_shape,
         b.tp_axis,
         b.lane_offset,
+        b.shard,
     )
 
 
@@ -431,6 +441,11 @@ def _open_segment(root: Path, segment: Any, manifest: dict[str, Json], known: Kn
 
 
 def _check_ranks(root: Path, manifest: dict[str, Json], readers: list[SegmentReader], partial: bool) -> None:
+    seen: set[tuple[int, int]] = set()
+    for reader in readers:
+        if (reader.rank, reader.segment) in seen:
+            raise CaptureInvalid(f"{root}: rank {reader.rank} has segment {reader.segment} twice", "every segment once")
+        seen.add((reader.rank, reader.segment))
     missing = sorted(set(range(min(manifest["world"], 1 << 20))) - {reader.rank for reader in readers})
     if missing and not partial:
         raise CaptureInvalid(
@@ -443,6 +458,11 @@ def _check_ranks(root: Path, manifest: dict[str, Json], readers: list[SegmentRea
             f"{root} holds {have[0]} frames and {have[1]} rows",
             f"{counts.get('frames')} frames and {counts.get('rows')} rows, as counted in the manifest",
         )
+
+
+def lanes(meta: SiteMeta, bits: NDArray[Any]) -> tuple[tuple[int, int], ...]:
+    """Where the pieces of a shard lie, for :func:`zkl_debug.digest.wrong_rows`; ``bits`` tell the element size."""
+    return () if meta.shard is None else meta.shard.lanes(bits.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -469,5 +489,6 @@ def verify_payload(cap: Capture, names: Iterable[str] | None = None) -> list[Bad
         site = cap.sites[name]
         digest = site.digest
         for rows, block in site.payload_blocks():
-            bad += [BadRow(name, int(site.rows[k]), int(k)) for k in rows[wrong_rows(block, digest[rows])]]
+            wrong = wrong_rows(block, digest[rows], lanes(site.meta, block))
+            bad += [BadRow(name, int(site.rows[k]), int(k)) for k in rows[wrong]]
     return bad

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zkl_debug.digest import digest_array
+from zkl_debug.digest import wrong_rows
 from zkl_debug.errors import CaptureInvalid, Refused
 from zkl_debug.schema import EventRecord, Json, SiteMeta, StateRecord
 from zkl_debug.store.layout import (
@@ -28,7 +28,7 @@ from zkl_debug.store.layout import (
     site_from_json,
 )
 from zkl_debug.store.manifest import SegmentEntry, build_manifest, merge_parts, read_json, write_json
-from zkl_debug.store.reader import Capture, open_capture, verify_payload
+from zkl_debug.store.reader import Capture, lanes, open_capture, verify_payload
 from zkl_debug.store.rest import NOTE, rest_path, rested
 from zkl_debug.store.segment import Block, SegmentWriter
 from zkl_debug.store.segment_reader import SegmentReader
@@ -82,6 +82,7 @@ class _Work:
 
     root: Path
     header: dict[str, Json] | None = None
+    metas: dict[int, dict[str, Json]] = field(default_factory=dict)
     entries: list[SegmentEntry] = field(default_factory=list)
     recovered: int = 0
     dropped: list[DroppedFrame] = field(default_factory=list)
@@ -89,8 +90,9 @@ class _Work:
     reasons: list[str] = field(default_factory=list)
     leftovers: list[Path] = field(default_factory=list)
 
-    def agree(self, header: dict[str, Json], path: Path) -> None:
+    def agree(self, header: dict[str, Json], rank: int, path: Path) -> None:
         """Take side, world and metadata from the first file and hold the others against it."""
+        self.metas.setdefault(rank, header["meta"])
         if self.header is None:
             self.header = header
         elif any(self.header[key] != header[key] for key in ("side", "world")):
@@ -184,7 +186,7 @@ def _keep_closed(work: _Work, rank: int, segment: int, path: Path) -> None:
         work.reasons.append(f"segment {segment} of rank {rank} is damaged")
         return
     with contextlib.closing(reader):
-        work.agree({"side": reader.side, "world": reader.world, "meta": reader.meta}, path)
+        work.agree({"side": reader.side, "world": reader.world, "meta": reader.meta}, rank, path)
         work.entries.append(SegmentEntry(rank, segment, path, reader.summary))
 
 
@@ -248,7 +250,7 @@ class _Rebuilder:
         if (value["rank"], value["segment"]) != (self._rank, self._segment):
             raise ValueError(f"it is the log of rank {value['rank']}, segment {value['segment']}")
         side, world, meta = str(value["side"]), int(value["world"]), dict(value["meta"])
-        self._work.agree({"side": side, "world": world, "meta": meta}, wal)
+        self._work.agree({"side": side, "world": world, "meta": meta}, self._rank, wal)
         self.writer = SegmentWriter(self._out, header_json(side, self._rank, world, self._segment, meta))
 
     def _site(self, value: Any) -> None:
@@ -287,7 +289,7 @@ class _Rebuilder:
             raise _UnverifiedError(f"the payload of site {name} has {have} bytes, not {expected}")
         raw = b"".join(self._read(o, n, name) for o, n in logged.extents) if logged.extents else logged.inline
         payload = np.frombuffer(raw, site.dtype).reshape(len(logged.row), site.width)
-        if not np.array_equal(digest_array(payload), logged.digest):
+        if wrong_rows(payload, logged.digest, lanes(site.meta, payload)).any():
             raise _UnverifiedError(f"the payload of site {name} does not have its digest")
         return payload
 
@@ -386,7 +388,7 @@ def _rank_part(work: _Work, rank: int, world: int) -> dict[str, Json]:
     return build_manifest(
         side=work.header["side"],
         world=world,
-        meta=work.header["meta"],
+        meta=work.metas[rank] if rank in work.metas else work.header["meta"],
         segments=own,
         notes=notes,
         extra=extra,

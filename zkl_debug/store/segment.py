@@ -196,7 +196,7 @@ class SegmentWriter:
         site.digest.finish()
         info = site_to_json(site.meta)
         for key, value in info.items():
-            put_attr(site.group, key, value)
+            put_attr(site.group, key, encode_json(value).decode() if isinstance(value, dict) else value)
         entry: dict[str, Json] = {
             "index": site.index,
             "site": info,

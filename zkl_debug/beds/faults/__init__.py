@@ -1,6 +1,7 @@
 """Faults: known defects, each with its known right answer, that can be put into a bed."""
 
 from zkl_debug.beds.faults import (  # noqa: F401 - they register
+    collectives,
     harness,
     kernels,
     logprobs,

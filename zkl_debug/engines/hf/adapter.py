@@ -198,6 +198,6 @@ def _record(capture: Capture, name: str, tensor: torch.Tensor) -> None:
     capture.session.record(name, tensor, semantic=semantic, layout="bs")
 
 
-def make_adapter() -> HFAdapter:
+def make_adapter(model: Any = None) -> HFAdapter:  # noqa: ARG001 - adapters of other engines read it
     """A fresh adapter; one per capture."""
     return HFAdapter()

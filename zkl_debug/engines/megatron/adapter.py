@@ -10,8 +10,18 @@ import torch
 
 from zkl_debug.capture.hooks import ModuleRule
 from zkl_debug.capture.rows import FrameRows
-from zkl_debug.engines.megatron import taps_logprobs, taps_mamba, taps_model, taps_precision, taps_routing
+from zkl_debug.capture.state import TensorPart
+from zkl_debug.engines.megatron import (
+    taps_logprobs,
+    taps_mamba,
+    taps_model,
+    taps_parallel,
+    taps_precision,
+    taps_routing,
+    world,
+)
 from zkl_debug.engines.megatron.frames import EngineHistory, StaticHistory, StepRequests, dynamic_step, packed_forward
+from zkl_debug.engines.megatron.shard_sites import ShardSites
 from zkl_debug.schema import Json
 
 if TYPE_CHECKING:
@@ -42,7 +52,13 @@ class MegatronAdapter:
 
     rules = RULES
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any = None) -> None:
+        self.place = world.place(getattr(model, "config", None))
+        self.sites = ShardSites(model, self.place.at("tp"), self.place.at("etp")) if model is not None else None
+        if not self.place.is_last_stage:
+            self.rules = (_rule(r"decoder", skip="the output of one pipeline stage, not of the decoder"), *RULES)
+        #: Record the reduction of a group of one rank as well, for a capture that is compared with more ranks.
+        self.lone_collectives = False
         self.history = EngineHistory()
         self.static: dict[int, StaticHistory] = {}
         self.step_requests: StepRequests | None = None
@@ -51,14 +67,30 @@ class MegatronAdapter:
         self.inference_mode_seen: set[bool] = set()
         self._next_sample = 0
 
+    def rename(self, path: str) -> str:
+        """Name in the whole model of a module of this rank."""
+        return path if self.sites is None else self.sites.map.path(path)
+
+    def parameter_part(self, local: str, tensor: torch.Tensor) -> TensorPart:
+        """Name and place in the whole model of a parameter of this rank."""
+        return TensorPart(local) if self.sites is None else self.sites.parameter_part(local, tensor)
+
     def install(self, capture: Capture) -> None:
-        """Tap the model, what is behind its logits, quantisers and, where the engine keeps routing, its hand-over."""
+        """Tap the functions of the ``taps_*`` modules."""
+        if self.sites is not None and self.sites.needed:
+            capture.session.shard_of = self.sites.shard_of
         taps_model.install(capture)
         taps_mamba.install(capture)
+        taps_parallel.install(capture, self)
         taps_logprobs.install(capture, self)
         taps_precision.install(capture)
         if getattr(getattr(capture.model, "config", None), "moe_enable_routing_replay", False):
             taps_routing.install(capture)
+
+    def fit_rows(self, rows: FrameRows) -> FrameRows:
+        """Rows of a forward as this rank's tensors hold them."""
+        rows.split = self.place.at("tp") if self.place.sp else (0, 1)
+        return rows
 
     def open_frame(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | None:
         """Key the coming forward from the inference context or the packing parameters it is called with."""
@@ -90,20 +122,13 @@ class MegatronAdapter:
 
     def metadata(self, capture: Capture) -> dict[str, Json]:
         """Path selection of megatron-core at the time of attaching, and the parallel layout."""
-        from megatron.core import parallel_state
         from megatron.core.inference.utils import InferenceMode
 
-        ready = parallel_state.model_parallel_is_initialized()
         return {
             "engine": "megatron-core",
             "inference_mode": bool(InferenceMode.is_active()),
             "training_flag": capture.model.training,
-            "parallel": {
-                "tp": parallel_state.get_tensor_model_parallel_world_size() if ready else 1,
-                "pp": parallel_state.get_pipeline_model_parallel_world_size() if ready else 1,
-                "cp": parallel_state.get_context_parallel_world_size() if ready else 1,
-                "ep": parallel_state.get_expert_model_parallel_world_size() if ready else 1,
-            },
+            "parallel": self.place.to_json(),
         }
 
     def finish(self, capture: Capture) -> None:
@@ -140,6 +165,6 @@ class MegatronAdapter:
         return labels
 
 
-def make_adapter() -> MegatronAdapter:
-    """A fresh adapter; one per capture."""
-    return MegatronAdapter()
+def make_adapter(model: Any = None) -> MegatronAdapter:
+    """A fresh adapter; one per capture. ``model`` is this rank's part of the model."""
+    return MegatronAdapter(model)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.rows import FrameRows, make_rows, packed_rows, padded_rows, warmup_rows
+from zkl_debug.capture.rows import FrameRows, make_rows, packed_rows, padded_rows, spread_rows, warmup_rows
 from zkl_debug.digest import extend_prefix, prefix_digests
 from zkl_debug.schema import Phase, RowFlag
 
@@ -201,7 +201,7 @@ def scoring_rows(mb: MicroBatch, prompt_lens: Mapping[int, int]) -> FrameRows:
     else:
         frame = padded_rows(tokens, samples=mb.samples, lengths=mb.lengths, prompt_lens=prompts, offsets=mb.offsets)
     frame.micro_batch = mb.index
-    return frame
+    return spread_rows(frame, mb.columns().numpy()) if mb.part[1] > 1 else frame
 
 
 def packed_forward(ids: torch.Tensor, packed: Any, first_sample: int) -> FrameRows:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from zkl_debug.engines.cpu import quiet
+from zkl_debug.engines.megatron.layout import ONE, ParallelLayout
+from zkl_debug.engines.megatron.shard_map import ShardMap
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -35,28 +37,38 @@ class ModelSpec:
     routing_replay: bool = False
 
 
-def build_model(spec: ModelSpec, dtype: str, seed: int) -> nn.Module:
+def build_model(spec: ModelSpec, dtype: str, seed: int, layout: ParallelLayout = ONE) -> nn.Module:
     """A ``GPTModel`` of local spec in eval mode, weights from :func:`seed_weights`.
 
     Args:
         spec: sizes.
         dtype: ``fp32`` or ``bf16``; the router computes in fp32 in both.
         seed: weights seed. The process's RNG is not used.
+        layout: how it is spread over the ranks of the world that is up; this rank's part is built, with its part of
+            the same weights.
     """
     with quiet():
+        from megatron.core import parallel_state
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
 
-        config = transformer_config(spec, DTYPES[dtype])
+        config = transformer_config(spec, DTYPES[dtype], **_layout_fields(layout, spec, DTYPES[dtype]))
+        layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        if layout.sp or layout.cp > 1:
+            from zkl_debug.engines.megatron.local_spec import fit_layout
+
+            fit_layout(layers, layout)
         if spec.routing_replay:
             from megatron.core.transformer.moe.router_replay import RouterReplay
 
             RouterReplay.clear_global_router_replay_instances()  # those of a model that is gone
         model = GPTModel(
             config,
-            get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
+            layers,
             vocab_size=spec.vocab,
             max_sequence_length=spec.max_length,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
             position_embedding_type="rope",
             parallel_output=False,
             share_embeddings_and_output_weights=spec.tied_output,
@@ -66,6 +78,27 @@ def build_model(spec: ModelSpec, dtype: str, seed: int) -> nn.Module:
     seed_weights(model, seed)
     result: nn.Module = model.eval()
     return result
+
+
+def _layout_fields(layout: ParallelLayout, spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
+    if layout == ONE:
+        return {}
+    layout.check_model(spec)
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "sequence_parallel": layout.sp,
+        "pipeline_model_parallel_size": layout.pp,
+        "pipeline_dtype": dtype,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+    }
+    if layout.ep > 1:
+        fields["inference_moe_token_dispatcher_type"] = "nccl"  # the other one needs symmetric memory of GPUs
+    if layout.cp > 1:
+        fields["cp_comm_type"] = layout.cp_comm
+    if spec.experts:
+        fields["expert_tensor_parallel_size"] = 1
+    return fields
 
 
 def transformer_config(spec: ModelSpec, dtype: torch.dtype, **more: Any) -> Any:
@@ -117,16 +150,20 @@ def seed_weights(model: nn.Module, seed: int) -> None:
     """Fill every parameter from a generator of its own, keyed by ``seed`` and the parameter's name.
 
     Matrices get fan-in scaling (embeddings and the output layer are wider, so that logits are not all alike), norm
-    weights are uniform in [0.5, 1.5], which makes a wrong order of rounding and scaling visible.
+    weights are uniform in [0.5, 1.5], which makes a wrong order of rounding and scaling visible. A rank's part of a
+    tensor is cut out of the whole one, under its name in the whole model.
     """
+    parts = ShardMap(model)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for local, parameter in model.named_parameters():
+            name, part = parts.path(local), parts.parameter(local, parameter)
+            shape = tuple(parameter.shape) if part is None else part.shape
             generator = torch.Generator().manual_seed(_name_seed(seed, name))
             if parameter.dim() < 2:
-                value = torch.rand(parameter.shape, generator=generator) + 0.5
+                value = torch.rand(shape, generator=generator) + 0.5
             else:
-                value = torch.randn(parameter.shape, generator=generator) * _std(name, parameter.shape[-1])
-            parameter.copy_(value)
+                value = torch.randn(shape, generator=generator) * _std(name, shape[-1])
+            parameter.copy_(value if part is None else part.cut(value))
 
 
 def _std(name: str, fan_in: int) -> float:

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from zkl_debug.engines.megatron import seams
+from zkl_debug.engines.megatron import pipeline, seams
+from zkl_debug.engines.megatron.zigzag import own_slots
 
 Layout = Literal["padded", "packed"]
 Tokens = Sequence[int]
@@ -37,6 +38,9 @@ class MicroBatch:
         mask_kind: ``causal``, ``causal+left-pad`` or ``causal+segments``.
         cu_seqlens: packed only: cumulative lengths, [n + 1].
         cu_seqlens_padded: packed only: cumulative lengths including the padding behind each sequence, or None.
+        part: (rank, size) of the context-parallel group: the forward is given this rank's columns.
+        labels: token that each column predicts: [b, s - 1]; of the rank's columns, [b, s / size], where there are more
+            ranks (0 behind the last).
     """
 
     index: int
@@ -49,15 +53,24 @@ class MicroBatch:
     mask_kind: str
     cu_seqlens: tuple[int, ...] | None = None
     cu_seqlens_padded: tuple[int, ...] | None = None
+    part: tuple[int, int] = (0, 1)
     labels: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", self.tokens[:, 1:].clone())
+        labels = self.tokens[:, 1:].clone()
+        if self.part[1] > 1:
+            labels = torch.nn.functional.pad(labels, (0, 1))[:, self.columns()]
+        object.__setattr__(self, "labels", labels)
 
     @property
     def n_slots(self) -> int:
         """Token slots the forward runs, padding included."""
         return self.tokens.numel()
+
+    def columns(self) -> Tensor:
+        """Columns of ``tokens`` that this rank's forward is given, int64 [s / size]."""
+        rank, size = self.part
+        return own_slots(self.tokens.shape[1], size, rank)
 
     def attention_mask(self) -> Tensor | None:
         """What ``GPTModel`` gets: [1 or b, 1, s, s] bool, True = hidden; None when packed."""
@@ -129,6 +142,8 @@ def packed_batch(
 def forward_logits(model: nn.Module, mb: MicroBatch) -> Tensor:
     """Logits [b, s, V] of one micro-batch by the training forward, in eval mode, without gradients.
 
+    A pipeline stage that is not the last gives what it sent on, [s, b, h].
+
     Raises:
         RuntimeError: while mcore's InferenceMode is on; the model would take inference paths.
     """
@@ -136,10 +151,14 @@ def forward_logits(model: nn.Module, mb: MicroBatch) -> Tensor:
         raise RuntimeError("InferenceMode is on: suspend the generation engine before scoring")
     device = next(model.parameters()).device
     mask = mb.attention_mask()
+    tokens, positions = mb.tokens, mb.position_ids
+    if mb.part[1] > 1:
+        tokens, positions = tokens[:, mb.columns()].contiguous(), positions[:, mb.columns()].contiguous()
     with torch.no_grad():
-        logits: Tensor = model(
-            mb.tokens.to(device),
-            mb.position_ids.to(device),
+        logits: Tensor = pipeline.forward(
+            model,
+            tokens.to(device),
+            positions.to(device),
             mask.to(device) if mask is not None else None,
             packed_seq_params=_packed_seq_params(mb, device),
         )
@@ -186,16 +205,24 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def select_logprobs(log_probs: Tensor, labels: Tensor) -> Tensor:
-    """Log-probs [b, s - 1] of ``labels`` [b, s - 1] under ``log_probs`` [b, s, V]: row t predicts label t."""
-    return log_probs[:, :-1].gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    """Log-probs of ``labels`` [b, s - 1] or [b, s] under ``log_probs`` [b, s, V]: row t predicts label t."""
+    return log_probs[:, : labels.shape[1]].gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def score_microbatch(model: nn.Module, mb: MicroBatch) -> list[NDArray[np.float32]]:
-    """Per sequence the log-probs of its tokens 1..n-1, float32 [n - 1], in the order of ``mb.samples``."""
+    """Per sequence the log-probs of its tokens 1..n-1, float32 [n - 1], in the order of ``mb.samples``.
+
+    On a rank that is not given all columns, or is not the last pipeline stage, those that other ranks have are NaN.
+    """
     logits = forward_logits(model, mb)
-    selected = select_logprobs(log_softmax(logits.float()), mb.labels.to(logits.device)).cpu()
+    length = mb.tokens.shape[1]
+    table = np.full((len(mb.tokens), length), np.nan, np.float32)
+    if pipeline.is_last_stage():
+        selected = select_logprobs(log_softmax(logits.float()), mb.labels.to(logits.device)).cpu().numpy()
+        columns = mb.columns().numpy() if mb.part[1] > 1 else np.arange(selected.shape[1])
+        table[:, columns] = selected
     result = []
-    for which, length in enumerate(mb.lengths):
+    for which, count in enumerate(mb.lengths):
         row, start = mb.locate(which)
-        result.append(selected[row, start : start + length - 1].numpy().copy())
+        result.append(table[row, start : start + count - 1].copy())
     return result

@@ -24,6 +24,7 @@ def patch_for_cpu(patches: PatchSet) -> None:
     import megatron.core.inference.text_generation_controllers.text_generation_controller as controller
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.attention as attention
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     def get_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
         return torch.get_rng_state()
@@ -45,6 +46,12 @@ def patch_for_cpu(patches: PatchSet) -> None:
     patches.set(dynamic_context, "triton_append_key_value_cache", None)
     patches.set(controller, "range_push", no_range)
     patches.set(controller, "range_pop", no_range)
+    # It turns the splits of an all-to-all into numpy arrays only where they come from a GPU.
+    patches.set(token_dispatcher, "maybe_move_tensor_to_cpu", _on_the_host)
+
+
+def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _merge_heads(tensor: torch.Tensor, pattern: str) -> torch.Tensor:
@@ -155,6 +162,27 @@ def block_linears(multiply: Callable[[bool, torch.Tensor, torch.Tensor], torch.T
         patched(TransformerBlock, "forward", note),
         patched(ColumnParallelLinear, "_forward_impl", product),
         patched(RowParallelLinear, "_forward_impl", product),
+    ):
+        yield
+
+
+@contextmanager
+def row_parallel(wrap: Wrap) -> Iterator[None]:
+    """``RowParallelLinear.forward(self, input_)``: its linear, and the reduction over the ranks behind it."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    with patched(RowParallelLinear, "forward", wrap):
+        yield
+
+
+@contextmanager
+def tensor_parallel_reduce(all_reduce: Wrap, reduce_scatter: Wrap) -> Iterator[None]:
+    """The two reductions behind row-parallel linears and the vocabulary-parallel embedding."""
+    import megatron.core.tensor_parallel.layers as layers
+
+    with (
+        patched(layers, "reduce_from_tensor_model_parallel_region", all_reduce),
+        patched(layers, "reduce_scatter_to_sequence_parallel_region", reduce_scatter),
     ):
         yield
 

@@ -209,11 +209,26 @@ def _score_selected(capture: Capture, function: Callable[..., Any]) -> Callable[
 def _record_scored(capture: Capture, used: np.ndarray[Any, Any], value: torch.Tensor) -> None:
     """Label rows of a scoring frame: the intended label of a row is the token of its sample's next row."""
     parents = capture.session.parent_rows()
+    frame = capture.session.frame
+    if frame is not None and frame.rows.following is not None:
+        _record_labels(capture, frame.rows.following, frame.rows.cache["following_flags"], used, value)
+        return
     following = np.full(len(parents), -1, np.int64)
     same = (parents["sample"][1:] == parents["sample"][:-1]) & (parents["position"][1:] == parents["position"][:-1] + 1)
     following[:-1] = np.where(same, parents["token"][1:], -1)
     generated = np.zeros(len(parents), np.uint32)
     generated[:-1] = np.where(same, parents["flags"][1:] & np.uint32(RowFlag.GENERATED), 0)
+    _record_labels(capture, following, generated, used, value)
+
+
+def _record_labels(
+    capture: Capture,
+    following: np.ndarray[Any, Any],
+    generated: np.ndarray[Any, Any],
+    used: np.ndarray[Any, Any],
+    value: torch.Tensor,
+) -> None:
+    """``following`` is the token behind each row of the frame, ``generated`` the flag of that token."""
     keep = np.flatnonzero((following >= 0) & (used >= 0))
     if len(keep) == 0:
         return

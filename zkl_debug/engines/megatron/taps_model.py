@@ -67,6 +67,8 @@ def site(capture: Capture, operator: str, port: str) -> str:
 
 
 def _record(capture: Capture, operator: str, port: str, value: Any, semantic: str = "", flatten: bool = False) -> None:
+    # One head of several ranks' and one sequence of several look the same in a packed tensor: heads lie flat there.
+    flatten = flatten or (semantic in ("qkv", "rope") and capture.session.shard_of is not None)
     if isinstance(value, torch.Tensor):
         capture.session.record(site(capture, operator, port), value, semantic=semantic or operator, flatten=flatten)
 

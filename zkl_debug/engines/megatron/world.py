@@ -6,12 +6,19 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zkl_debug.engines.cpu import is_needed, quiet
+from zkl_debug.engines.megatron.layout import ParallelLayout
+from zkl_debug.errors import UsageError
+from zkl_debug.schema import Json
 
+_PATIENCE = 120  # seconds a rank waits for the others
 _MANY_THREADS = 160  # about three worlds
 _owns_process_group = False
 _owns_parallel_state = False
@@ -87,3 +94,94 @@ def world(seed: int = 123, inference_rng: bool = False) -> Iterator[None]:
     finally:
         if not owned:
             close_world()
+
+
+@contextmanager
+def ranked_world(layout: ParallelLayout, seed: int = 123) -> Iterator[None]:
+    """One process of a world of ``layout.world``: rank, size and meeting point from the environment, as torchrun sets.
+
+    Raises:
+        UsageError: when the environment's world has another size.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != layout.world:
+        raise UsageError(f"a world of {world_size} processes for {layout.text}", f"{layout.world} processes")
+    dist.init_process_group("gloo" if is_needed() else "nccl", timeout=timedelta(seconds=_PATIENCE))
+    try:
+        with quiet():
+            from megatron.core import parallel_state
+
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
+                context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=1,
+            )
+            seed_tracker(seed)
+        yield
+        parallel_state.destroy_model_parallel()
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process is in the parallel groups.
+
+    Attributes:
+        at_group: (rank, size) by group: tp, pp, cp, ep, dp, etp.
+        ranks: global ranks by group, those of the group this process is in.
+        sp: sequence parallel is on.
+    """
+
+    at_group: dict[str, tuple[int, int]]
+    ranks: dict[str, tuple[int, ...]]
+    sp: bool = False
+
+    def at(self, group: str) -> tuple[int, int]:
+        """(rank, size) in a group."""
+        return self.at_group.get(group, (0, 1))
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this is the last pipeline stage (or there is one only)."""
+        rank, size = self.at("pp")
+        return rank == size - 1
+
+    def to_json(self) -> dict[str, Json]:
+        """For the metadata of a capture: sizes, this rank's coordinates and the members of its groups."""
+        sizes: dict[str, Json] = {name: size for name, (_, size) in self.at_group.items()}
+        return {
+            **sizes,
+            "sp": self.sp,
+            "coords": {name: rank for name, (rank, _) in self.at_group.items()},
+            "groups": {name: list(ranks) for name, ranks in self.ranks.items()},
+        }
+
+
+def place(config: Any = None) -> Place:
+    """This process's place, from megatron-core's parallel state; one of one where that is not set up.
+
+    Args:
+        config: the model's config, which says whether sequence parallel is on.
+    """
+    from megatron.core import parallel_state
+
+    names = ("tp", "pp", "cp", "ep", "dp", "etp")
+    if not parallel_state.model_parallel_is_initialized():
+        return Place(dict.fromkeys(names, (0, 1)), {})
+    groups = {
+        "tp": parallel_state.get_tensor_model_parallel_group(check_initialized=False),
+        "pp": parallel_state.get_pipeline_model_parallel_group(check_initialized=False),
+        "cp": parallel_state.get_context_parallel_group(check_initialized=False),
+        "ep": parallel_state.get_expert_model_parallel_group(check_initialized=False),
+        "dp": parallel_state.get_data_parallel_group(),
+        "etp": parallel_state.get_expert_tensor_parallel_group(check_initialized=False),
+    }
+    known = {name: group for name, group in groups.items() if group is not None}
+    return Place(
+        {name: (group.rank(), group.size()) for name, group in known.items()},
+        {name: tuple(dist.get_process_group_ranks(group)) for name, group in known.items()},
+        bool(getattr(config, "sequence_parallel", False)),
+    )

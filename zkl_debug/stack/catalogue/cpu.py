@@ -29,6 +29,18 @@ CPU_LADDER: tuple[Switch, ...] = (
         group="batch invariance",
         target="DotProductAttention.forward, flash_attn_varlen_func, flash_attn_with_kvcache",
     ),
+    by_function(
+        "tp-tree-reduce",
+        _BODIES.replace("cpu:", "tree_reduce:") + "tp_tree_reduce",
+        fixes="sums over K are one float32 tree of four parts, on one, two or four tensor-parallel ranks, rounded once",
+        owner="mcore",
+        group="batch invariance",
+        kind="patch",
+        target="RowParallelLinear, ColumnParallelLinear, reduce_from_tensor_model_parallel_region",
+        stacked=False,
+        not_searched="it matters between layouts of several ranks only; beds on such turn it on",
+        needs=(),
+    ),
     by_kernels(
         "norm-rows",
         _BODIES + "norm_rows",
