@@ -33,6 +33,7 @@ def test_site_bars_start_before_the_first_site(verdict: Verdict) -> None:
     assert len(labels) == 40
     assert "prefill-decode" in figure.axes[0].get_title()
     assert len(drawn(figure)) > 1000
+    assert figure._repr_png_().startswith(b"\x89PNG"), "what a notebook shows"  # type: ignore[attr-defined]
 
 
 def test_row_map_draws_every_row(verdict: Verdict) -> None:

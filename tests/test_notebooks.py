@@ -29,3 +29,8 @@ def test_outputs_are_stripped(path: Path) -> None:
 def test_notebook_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    for cell in notebook.cells:
+        last = cell.source.rstrip().rpartition("\n")[2]
+        if cell.cell_type == "code" and last.startswith("viz."):
+            shown = [name for output in cell.outputs for name in output.get("data", {})]
+            assert "image/png" in shown, f"no picture is shown by: {last}"

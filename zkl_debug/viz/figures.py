@@ -1,4 +1,4 @@
-"""Figures of a verdict: sites, rows of a site, ULP distances. Each returns a matplotlib Figure and shows nothing."""
+"""Figures of a verdict: sites, rows of a site, ULP distances. Each returns a matplotlib Figure; a notebook draws it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from zkl_debug.diff import Verdict
 from zkl_debug.errors import UsageError
-from zkl_debug.viz.palette import BLUE, KINDS, MARKERS
+from zkl_debug.viz.palette import BLUE, DOT, KINDS, MARKERS
+from zkl_debug.viz.picture import Picture
 
 _MAX_BARS = 40
 _FILLED = ("own", "uncaptured_state", "propagated", "masked")
@@ -46,7 +47,7 @@ def site_bars(verdict: Verdict, edge: str | None = None) -> Figure:
     touched = np.flatnonzero((rows["mismatched"] > 0) | (rows["masked"] > 0))
     start = max(0, int(touched[0]) - 3) if len(touched) else 0
     shown = rows[start : start + _MAX_BARS]
-    figure = Figure(figsize=(9, 1.2 + 0.22 * max(4, len(shown))), layout="constrained")
+    figure = Picture(figsize=(9, 1.2 + 0.22 * max(4, len(shown))), layout="constrained")
     axes = figure.add_subplot()
     _stack(axes, shown)
     axes.set_yticks(range(len(shown)), list(shown["site"]), fontsize=7)
@@ -90,13 +91,14 @@ def row_map(verdict: Verdict, site: str, edge: str | None = None) -> Figure:
     name = _edge(verdict, edge)
     rows = verdict.row_table(site, name)
     samples = np.unique(rows["sample"])
-    figure = Figure(figsize=(9, 1.6 + 0.3 * max(3, len(samples))), layout="constrained")
+    figure = Picture(figsize=(9, 1.6 + 0.3 * max(3, len(samples))), layout="constrained")
     axes = figure.add_subplot()
     lines = np.searchsorted(samples, rows["sample"])
     for kind, (colour, _) in KINDS.items():
         chosen = rows["kind"] == kind
         if chosen.any():
-            axes.scatter(rows["position"][chosen], lines[chosen], c=colour, marker=MARKERS[kind], s=28, label=kind)
+            seen = DOT if kind == "equal" else colour  # a small dot needs more contrast than a bar
+            axes.scatter(rows["position"][chosen], lines[chosen], c=seen, marker=MARKERS[kind], s=28, label=kind)
     axes.set_yticks(range(len(samples)), [str(sample) for sample in samples])
     axes.invert_yaxis()
     axes.set_xlabel("position")
@@ -121,7 +123,7 @@ def ulp_histogram(verdict: Verdict, site: str, edge: str | None = None) -> Figur
     rows = verdict.row_table(site, name)
     differing = rows[rows["mismatch"]]
     known = differing["ulp"][differing["ulp"] >= 0]
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    figure = Picture(figsize=(7, 3.2), layout="constrained")
     axes = figure.add_subplot()
     bins = np.floor(np.log2(np.maximum(known, 1))).astype(np.int64)
     values, counts = np.unique(bins, return_counts=True)

@@ -11,6 +11,7 @@ from matplotlib.patches import Patch
 
 from zkl_debug.errors import UsageError
 from zkl_debug.viz.palette import BLUE, GREY, ORANGE
+from zkl_debug.viz.picture import Picture
 
 _OFF, _ZERO, _MISMATCH = 0, 1, 2
 
@@ -36,7 +37,7 @@ def ladder_map(runs: Sequence[tuple[Collection[str], str]], order: Sequence[str]
         for row, name in enumerate(order):
             if name in on:
                 cells[row, column] = _ZERO if outcome == "zero" else _MISMATCH
-    figure = Figure(figsize=(9, 1.4 + 0.24 * len(order)), layout="constrained")
+    figure = Picture(figsize=(9, 1.4 + 0.24 * len(order)), layout="constrained")
     axes = figure.add_subplot()
     colours = ListedColormap([GREY, BLUE, ORANGE])
     axes.pcolormesh(cells, cmap=colours, vmin=_OFF, vmax=_MISMATCH, edgecolors="white", linewidth=0.6)

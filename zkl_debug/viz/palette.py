@@ -4,6 +4,7 @@ from __future__ import annotations
 
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#D9D9D9"
+DOT = "#8A8A8A"  # an equal row among others
 
 #: kind -> (colour, hatch); the hatch carries the meaning where colour cannot.
 KINDS: dict[str, tuple[str, str]] = {

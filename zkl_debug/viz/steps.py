@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from zkl_debug.errors import UsageError
 from zkl_debug.viz.palette import BLUE
+from zkl_debug.viz.picture import Picture
 
 
 def step_map(diverged: Mapping[int, Sequence[int]], sequences: int) -> Figure:
@@ -24,7 +25,7 @@ def step_map(diverged: Mapping[int, Sequence[int]], sequences: int) -> Figure:
     if not diverged:
         raise UsageError("no steps to draw", "the steps of a loop")
     steps = sorted(diverged)
-    figure = Figure(figsize=(max(4.0, 0.5 * len(steps)), 3.2), layout="constrained")
+    figure = Picture(figsize=(max(4.0, 0.5 * len(steps)), 3.2), layout="constrained")
     axes = figure.subplots()
     points = np.array([(step, sample) for step in steps for sample in diverged[step]]).reshape(-1, 2)
     axes.scatter(points[:, 0], points[:, 1], marker="s", s=18, color=BLUE, label="differs")
