@@ -216,6 +216,20 @@ def test_the_part_that_differs_is_named(tmp_path: Path, fault: str, what: str) -
     assert document["first"]["kind"] == "own"
 
 
+@pytest.mark.slow
+def test_zoom_looks_into_an_expert(tmp_path: Path) -> None:
+    """An expert sees its own tokens alone; the first operator that differs is where the scale's exponent is made."""
+    from zkl_debug.beds.zoom import zoom
+
+    record_bed(BedOptions(bed="tiny-moe", longest_prompt=12, fault="Q1"), tmp_path / "run", PAYLOAD)
+    told = zoom(tmp_path / "run" / "train", tmp_path / "run" / "gen", f"{EXPERT}/quantize:out.1")
+    left, right = told.aligned.first
+    assert left is not None
+    assert right is not None
+    assert (left.name, right.name) == ("aten.div", "aten.frexp")
+    assert "faults/quantised.py" in right.file
+
+
 def test_a_switch_of_one_side_is_asked_for_on_the_command_line(tmp_path: Path) -> None:
     asked = ["--bed", "tiny-gpt", "--no-certify", "--out", str(tmp_path / "run"), "--switch"]
     done = CliRunner().invoke(capture_command, [*asked, "mxfp8-linear=sometimes"])

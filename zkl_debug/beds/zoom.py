@@ -24,7 +24,7 @@ from zkl_debug.schema import Json, Phase, SiteKind, parse_site
 if TYPE_CHECKING:
     from zkl_debug.beds.run import BedContext
     from zkl_debug.capture.layout import RowView
-    from zkl_debug.capture.trace import OpTrace, TracedOp
+    from zkl_debug.capture.trace import OpTrace, Place, TracedOp
 
 Say = Callable[[str], None]
 _ROWS = 6  # pairs of the same two calls that must agree on an anchor
@@ -293,7 +293,8 @@ class _Probe:
             return
         parsed = parse_site(name)
         if parsed.owner == self.begins and parsed.is_input:
-            places = [place_of(frame.rows, row.sample, row.position) for row in target.rows]
+            places: list[Place | None] = [*_expert_places(name, view, rows, target)]
+            places = places or [place_of(frame.rows, row.sample, row.position) for row in target.rows]
             if all(place is not None for place in places):
                 target.inputs[parsed.port] = _values(target, view, rows)
                 self._trace.open([place for place in places if place is not None])  # the last input opens it
@@ -314,6 +315,23 @@ class _Probe:
         for each in self.targets:  # both rows of a pair may be of one call
             if each.side == target.side and each.frame == target.frame:
                 each.ops, each.seen, each.inputs, each.results = ops, target.seen, target.inputs, target.results
+
+
+def _expert_places(name: str, view: RowView, rows: NDArray[np.void], target: Target) -> list[Place]:
+    """Places of the rows among those of one expert, which sees its own tokens alone; empty for any other site."""
+    from zkl_debug.capture.trace import Place
+
+    if ".local_experts." not in name or view.take is None:
+        return []
+    count = int(view.tensor.shape[0])
+    found = []
+    for row in target.rows:
+        at = np.flatnonzero((rows["sample"] == row.sample) & (rows["position"] == row.position))
+        if not len(at):
+            return []
+        # No axis is one of keys or of sequences there: the numbers that stand for them fit no size.
+        found.append(Place(count, 1, int(view.take[at[0]]), 0, 0, 0, position=1 << 40, start=0))
+    return found
 
 
 def _values(target: Target, view: RowView, rows: NDArray[np.void]) -> list[str]:

@@ -13,36 +13,43 @@ from zkl_debug.schema import SiteKind, StateRecord
 _SEEN = "quantised_weights"
 
 
-def record_quantised(
-    session: CaptureSession,
-    owner: str,
-    source: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    overall: torch.Tensor | None = None,
-) -> None:
-    """Record an operator that puts rows into a block format.
-
-    Ports in order of computation: ``in.0`` what was quantised, ``out.2`` the scale of the whole row (where there is
-    one), ``out.1`` the scales of its blocks, ``out.0`` the data.
+def record_source(session: CaptureSession, owner: str, rows: torch.Tensor) -> None:
+    """Record what an operator is about to put into a block format, as its port ``in.0``.
 
     Args:
         session: the session.
         owner: site name without a port, e.g. ``decoder.layers.1.mlp.linear_fc1/quantize``.
-        source: rows [m, k].
+        rows: [m, k].
+    """
+    _record(session, f"{owner}:in.0", rows, "quantised.in")
+
+
+def record_quantised(
+    session: CaptureSession, owner: str, data: torch.Tensor, scale: torch.Tensor, overall: torch.Tensor | None = None
+) -> None:
+    """Record rows in a block format.
+
+    Ports in order of computation: ``out.2`` the scale of the whole row (where there is one), ``out.1`` the scales of
+    its blocks, ``out.0`` the data.
+
+    Args:
+        session: the session.
+        owner: as for :func:`record_source`.
         data: [m, k], or [m, k / 2] where two values share a byte.
         scale: [m, blocks].
         overall: [m], or None. One scale for all rows together is no row of anything and is not recorded.
     """
-    ports = [("in.0", source, "quantised.in"), ("out.1", scale, "quantised.scale"), ("out.0", data, "quantised.data")]
-    if overall is not None and overall.shape[0] == source.shape[0]:
-        ports.insert(1, ("out.2", overall, "quantised.overall"))
-    for port, tensor, semantic in ports:
-        name = f"{owner}:{port}"
-        if ".experts." in owner:
-            record_expert_rows(session, name, tensor, SiteKind.TAP, semantic)
-        else:
-            session.record(name, tensor, semantic=semantic)
+    if overall is not None and overall.shape[0] == data.shape[0]:
+        _record(session, f"{owner}:out.2", overall, "quantised.overall")
+    _record(session, f"{owner}:out.1", scale, "quantised.scale")
+    _record(session, f"{owner}:out.0", data, "quantised.data")
+
+
+def _record(session: CaptureSession, name: str, rows: torch.Tensor, semantic: str) -> None:
+    if ".experts." in name:
+        record_expert_rows(session, name, rows, SiteKind.TAP, semantic)
+    else:
+        session.record(name, rows, semantic=semantic)
 
 
 def record_quantised_weight(

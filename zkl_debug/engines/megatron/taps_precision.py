@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from zkl_debug.capture.quantised import record_quantised, record_quantised_weight
+from zkl_debug.capture.quantised import record_quantised, record_quantised_weight, record_source
 from zkl_debug.engines import microscaling
 
 if TYPE_CHECKING:
@@ -24,11 +24,15 @@ def _rows(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def tapped(rows: Any, *args: Any, **kwargs: Any) -> Any:
-        found = function(rows, *args, **kwargs)
         path = session.current_path()
-        if session.enabled and session.frame is not None and path:
+        if not (session.enabled and session.frame is not None and path):
+            return function(rows, *args, **kwargs)
+        with session.guarded("quantize"):
+            record_source(session, f"{path}/quantize", rows)
+        found = function(rows, *args, **kwargs)
+        if session.enabled:
             with session.guarded("quantize"):
-                record_quantised(session, f"{path}/quantize", rows, found.data, found.scale, found.overall)
+                record_quantised(session, f"{path}/quantize", found.data, found.scale, found.overall)
         return found
 
     return tapped
