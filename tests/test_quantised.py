@@ -230,6 +230,20 @@ def test_zoom_looks_into_an_expert(tmp_path: Path) -> None:
     assert "faults/quantised.py" in right.file
 
 
+@pytest.mark.slow
+def test_an_operator_of_one_side_alone_keeps_its_verdict_under_drill(tmp_path: Path) -> None:
+    from zkl_debug.beds.drill import drill
+
+    out = tmp_path / "run"
+    record_bed(BedOptions(bed="tiny-moe", longest_prompt=12, one_sided={"mxfp8-experts": "gen"}), out, PAYLOAD)
+    verdict = diff_captures(out / "train", out / "gen")
+    drilled = drill(out / "train", out / "gen", verdict)
+    assert drilled.confirmed
+    assert drilled.verdict.first is not None
+    assert drilled.verdict.first.site == f"{EXPERT}/quantize:out.0"
+    assert "did not come by" in drilled.note
+
+
 def test_a_switch_of_one_side_is_asked_for_on_the_command_line(tmp_path: Path) -> None:
     asked = ["--bed", "tiny-gpt", "--no-certify", "--out", str(tmp_path / "run"), "--switch"]
     done = CliRunner().invoke(capture_command, [*asked, "mxfp8-linear=sometimes"])

@@ -88,7 +88,7 @@ def drill(a: Path, b: Path, verdict: Verdict, say: Say | None = None) -> Drill:
         say("pass 2: operators")
         try:
             return Drill(known, True, zoom(one, two, verdict.first.site, say))
-        except UsageError as error:
+        except (UsageError, Refused) as error:  # what pass 2 found stays; only the look inside is missing
             return Drill(known, True, note=error.found)
 
 
