@@ -401,6 +401,20 @@ def test_a_llama_of_transformers_stands_against_a_gpt_of_megatron(real: Path) ->
 
 
 @needs_hf
+def test_fused_norms_of_a_real_transformer_engine_capture(real: Path) -> None:
+    """Taken on a GPU: there the inputs of a fused layer and of its module are one tensor, so one name stands for both."""
+    captures = Path(__file__).parent.parent / "captures/reference/h200-gpt-te-stack-on/train"
+    document = names_of(captures, real / "mcore")
+    assert document["families"]["a"] == ["megatron-fused-norm", "megatron"]
+    by_name = {line["name"]: line for line in document["sites"] if line["name"]}
+    fused = by_name["decoder.layers.0.input_layernorm:in"]
+    assert (fused["a"], fused["joined"]) == ("decoder.layers.0.self_attention:in", True)
+    assert not by_name["decoder.layers.0.self_attention.linear_qkv:in"]["joined"]
+    left_out = {line["a"]: line["how"] for line in document["sites"] if not line["name"]}
+    assert left_out["decoder.layers.0.mlp.linear_fc1:in"].startswith("equal to decoder.layers.0.mlp:in in every row")
+
+
+@needs_hf
 def test_real_models_with_other_weights_are_refused_by_a_common_name(real: Path, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
