@@ -402,7 +402,7 @@ def test_a_llama_of_transformers_stands_against_a_gpt_of_megatron(real: Path) ->
 
 @needs_hf
 def test_fused_norms_of_a_real_transformer_engine_capture(real: Path) -> None:
-    """Taken on a GPU: there the inputs of a fused layer and of its module are one tensor, so one name stands for both."""
+    """Taken on a GPU: the inputs of a fused layer and of its module are one tensor; one name stands for both."""
     captures = Path(__file__).parent.parent / "captures/reference/h200-gpt-te-stack-on/train"
     document = names_of(captures, real / "mcore")
     assert document["families"]["a"] == ["megatron-fused-norm", "megatron"]
