@@ -62,7 +62,7 @@ def bench_capture(size: CaptureBench | None = None, progress: Callable[[str], No
     try:
         with cpu_backend(), world.world():
             say("building the model")
-            model = _model(size)
+            model = build(size)
             rng = np.random.default_rng(0)
             tokens = rng.integers(0, size.vocab, size.tokens).tolist()
             batch = scoring.padded_batch(0, [(0, tokens)])
@@ -81,7 +81,8 @@ def bench_capture(size: CaptureBench | None = None, progress: Callable[[str], No
     return _report(size, times, facts)
 
 
-def _model(size: CaptureBench) -> Any:
+def build(size: CaptureBench) -> Any:
+    """The model of the bench; call it inside its backend and world."""
     from zkl_debug.engines.megatron.model import ModelSpec, build_model
 
     spec = ModelSpec(

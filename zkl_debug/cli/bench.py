@@ -107,6 +107,29 @@ def diff_command(
     return _finish({"format": "zkl-bench", "version": 1, "diff": found}, as_json, history)
 
 
+@command.command("peers")
+@click.option("--tool", "tools", multiple=True, help="Only these.")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where to write.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@HISTORY
+def peers_command(tools: tuple[str, ...], folder: Path | None, as_json: bool, history: Path | None) -> int:
+    """Beside other tools that are installed: cost, bytes, and whether each finds K2, K4, K7 and two changed results."""
+    from zkl_debug.bench.peer_tools import TOOLS
+    from zkl_debug.bench.peers_bench import bench_peers, table
+
+    unknown = sorted(set(tools) - set(TOOLS))
+    if unknown:
+        raise UsageError(f"no tool {', '.join(unknown)}", f"one of {', '.join(TOOLS)}")
+    with stderr().status("starting") as status:
+        found = bench_peers(tools or tuple(TOOLS), folder, lambda text: status.update(text))
+    code = _finish({"format": "zkl-bench", "version": 1, "peers": found}, as_json, history, quiet=True)
+    if not as_json:
+        for row in table(found):
+            stdout().print(" | ".join(row), soft_wrap=True)
+        stdout().print("K2, K4, K7: scoring against generation / one side against a run without it", soft_wrap=True)
+    return code
+
+
 @command.command("store")
 @click.option("--size", type=SIZE, default="256MiB", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -118,7 +141,7 @@ def store_command(size: int, as_json: bool, history: Path | None) -> int:
     return _finish({"format": "zkl-bench", "version": 1, "store": bench_store(size)}, as_json, history)
 
 
-def _finish(document: dict[str, Any], as_json: bool, history: Path | None) -> int:
+def _finish(document: dict[str, Any], as_json: bool, history: Path | None, quiet: bool = False) -> int:
     if history is not None:
         from zkl_debug.bench.history import record
 
@@ -126,6 +149,7 @@ def _finish(document: dict[str, Any], as_json: bool, history: Path | None) -> in
             stderr().print(line, soft_wrap=True)
     if as_json:
         emit_json(document)
+    if as_json or quiet:
         return 0
     console = stdout()
     for name, part in document.items():

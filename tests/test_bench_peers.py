@@ -1,0 +1,88 @@
+"""The bench of peers: recordings are compared as each tool does, and answers are judged as they should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from zkl_debug.bench import peers_bench
+from zkl_debug.bench.peer_run import INJECTIONS, _change
+from zkl_debug.bench.peer_tools import TOOLS, Told
+from zkl_debug.bench.peers_bench import answer, bench_peers, table
+from zkl_debug.cli.bench import command
+from zkl_debug.errors import UsageError
+
+
+class Net(torch.nn.Module):
+    def __init__(self, case: str = "") -> None:
+        super().__init__()
+        self.case = case
+        self.one, self.two = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x)
+        if self.case:
+            y = y.clone()  # the same operators in every run
+            if self.case in INJECTIONS:
+                _change(y.detach(), self.case)
+        out: torch.Tensor = self.two(y)
+        return out
+
+
+@pytest.mark.parametrize("tool", ["pt-hooks", "debugmode-norm", "debugmode-xor"])
+def test_equal_runs_are_equal_and_changed_ones_differ(tool: str, tmp_path: Path) -> None:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    weights = Net().state_dict()
+    for name, case in (("a", "none"), ("b", "none"), ("c", "permuted-row")):
+        net = Net(case)
+        net.load_state_dict(weights)
+        (tmp_path / name).mkdir()
+        with torch.no_grad(), TOOLS[tool].observe(net, tmp_path / name):
+            net(x)
+    same = TOOLS[tool].compare(tmp_path / "a", tmp_path / "b")
+    assert same.compared >= 2
+    assert (same.differ, same.first, same.why_not) == (0, "", "")
+    other = TOOLS[tool].compare(tmp_path / "a", tmp_path / "c")
+    assert other.differ or other.why_not or tool.startswith("debugmode")
+
+
+@pytest.mark.parametrize("case", INJECTIONS)
+def test_changes_are_in_place_and_small(case: str) -> None:
+    x = torch.arange(1.0, 25.0).reshape(4, 6)
+    changed = x.clone()
+    _change(changed, case)
+    assert (changed != x).any()
+    assert torch.equal(changed.abs().sort().values.sum(), x.abs().sort().values.sum())
+    assert torch.equal(changed[0], x[0])
+    assert torch.equal(changed[3], x[3])
+
+
+@pytest.mark.parametrize(
+    ("told", "alarm", "expected"),
+    [
+        (Told(why_not="no"), False, "cannot compare"),
+        (Told(5), False, "misses"),
+        (Told(5, 1, "decoder.layers.0.self_attention.linear_qkv:0#0"), False, "names it"),
+        (Told(5, 1, "Module.decoder.layers.0.self_attention.linear_qkv.Col.forward.0:0"), False, "names it"),
+        (Told(5, 1, "decoder.layers.0.mlp:0#0"), False, "names another"),
+        (Told(5, 1, "decoder.layers.0.self_attention.linear_qkv:0#0"), True, "differs without it too"),
+    ],
+)
+def test_answers(told: Told, alarm: bool, expected: str) -> None:
+    assert answer("K2", told, alarm) == expected
+
+
+def test_a_tool_that_is_not_installed_is_said_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_bench, "TOOLS", {"x": TOOLS["msprobe"].__class__("x", "no-such-package", None, None)})  # type: ignore[arg-type]
+    found = bench_peers(["x"])
+    assert found["tools"]["x"]["left_out"] == "no-such-package is not installed"
+    assert "no-such-package is not installed" in table(found)[1]
+
+
+def test_unknown_tools_are_refused() -> None:
+    result = CliRunner().invoke(command, ["peers", "--tool", "nsys"], standalone_mode=False)
+    assert isinstance(result.exception, UsageError)

@@ -1,0 +1,132 @@
+"""One run of one tool, in a process of its own: tools patch torch for good. ``python -m zkl_debug.bench.peer_run``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zkl_debug.bench.peer_tools import TOOLS, Tool
+from zkl_debug.schema import Json
+
+#: Changes of one result of a linear layer that are put in while scoring: name -> what it does.
+INJECTIONS = {"permuted-row": "two rows of a result exchanged", "sign-flip": "the signs of two elements of a result"}
+#: The layer they are put into.
+TARGET = "decoder.layers.2.mlp.linear_fc2"
+FAULTS = {"K2": "tiny-gpt", "K4": "tiny-gpt", "K7": "tiny-moe"}
+_ROUNDS = 3
+
+
+def main(arguments: list[str]) -> int:
+    """``TOOL cost FOLDER`` or ``TOOL CASE FOLDER``; prints one JSON document."""
+    tool, case, folder = TOOLS[arguments[0]], arguments[1], Path(arguments[2])
+    found = cost(tool, folder) if case == "cost" else record(tool, case, folder)
+    print("\n" + json.dumps(found))
+    return 0
+
+
+def record(tool: Tool, case: str, folder: Path) -> Json:
+    """Record both sides of a bed into ``folder/train`` and ``folder/gen``.
+
+    Args:
+        tool: what records.
+        case: a fault of :data:`FAULTS`, an injection (recorded while scoring), or ``good-BED`` for a run without any.
+        folder: where to.
+    """
+    from zkl_debug.beds.bed import BedOptions
+    from zkl_debug.beds.run import open_bed
+
+    name = FAULTS.get(case) or (case.removeprefix("good-") if case.startswith("good-") else "tiny-gpt")
+    options = BedOptions(bed=name, fault=case if case in FAULTS else None)
+    changed = 0
+    with open_bed(options) as context:
+        for side in ("gen", "train"):
+            (folder / side).mkdir(parents=True)
+            run = context.run_gen if side == "gen" else context.run_train
+            inject = case in INJECTIONS and side == "train"
+            with context.side(side), _injected(context.model, case) if inject else contextlib.nullcontext([0]) as count:
+                with tool.observe(context.model, folder / side):
+                    run()
+                changed += count[0]
+    return {"injected": changed}
+
+
+@contextlib.contextmanager
+def _injected(model: Any, case: str) -> Iterator[list[int]]:
+    """Change the first result of the target's product, below every tool: as if the kernel had given it."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    weight = dict(model.named_modules())[TARGET].weight
+    place = weight.untyped_storage().data_ptr()
+    count = [0]
+
+    class Change(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            tensors = [x for x in args if isinstance(x, torch.Tensor)]
+            reads = any(x.untyped_storage().data_ptr() == place for x in tensors)
+            is_new = isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != place
+            if reads and is_new and len(tensors) > 1 and not count[0] and out.numel() >= 4:
+                _change(out, case)
+                count[0] += 1
+            return out
+
+    with Change():  # type: ignore[no-untyped-call]
+        yield count
+
+
+def _change(out: Any, case: str) -> None:
+    import torch
+
+    rows = out.reshape(-1, out.shape[-1])
+    if case == "permuted-row":
+        rows[[1, 2]] = rows[[2, 1]]
+    else:
+        rows[1, 3].neg_()
+        rows[1, 5].neg_()
+    assert rows.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+    assert not torch.isnan(rows).any()
+
+
+def cost(tool: Tool, folder: Path) -> Json:
+    """Scoring forwards of the model of ``bench capture``, plain and recorded in turn: ratio, seconds and bytes."""
+    import numpy as np
+
+    from zkl_debug.bench.capture_bench import CaptureBench, build
+    from zkl_debug.engines.cpu import cpu_backend
+    from zkl_debug.engines.megatron import scoring, world
+
+    size = CaptureBench()
+    times: dict[str, list[float]] = {"plain": [], "tool": []}
+    nbytes = 0
+    with cpu_backend(), world.world():
+        model = build(size)
+        tokens = np.random.default_rng(0).integers(0, size.vocab, size.tokens).tolist()
+        batch = scoring.padded_batch(0, [(0, tokens)])
+        scoring.score_microbatch(model, batch)
+        for number in range(_ROUNDS):
+            start = time.perf_counter()
+            scoring.score_microbatch(model, batch)
+            times["plain"].append(time.perf_counter() - start)
+            out = folder / str(number)
+            out.mkdir(parents=True)
+            with tool.observe(model, out):
+                start = time.perf_counter()
+                scoring.score_microbatch(model, batch)
+                seconds = time.perf_counter() - start
+            times["tool"].append(seconds)
+            nbytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+            shutil.rmtree(out)
+    ratios = [mine / plain for mine, plain in zip(times["tool"], times["plain"], strict=True)]
+    return {"ratio": statistics.median(ratios), "bytes": nbytes, "plain_seconds": statistics.median(times["plain"])}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

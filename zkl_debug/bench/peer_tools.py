@@ -1,0 +1,225 @@
+"""Other tools that look for differences between two runs, and this one, behind one interface."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from zkl_debug.schema import Json
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a tool says of two of its recordings.
+
+    Attributes:
+        compared: tensors it could compare.
+        differ: how many of them differ.
+        first: what it names first, in the order of execution; empty when nothing differs.
+        why_not: why it cannot compare; empty when it can.
+    """
+
+    compared: int = 0
+    differ: int = 0
+    first: str = ""
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool.
+
+    Attributes:
+        name: for tables.
+        package: whose version is told.
+        observe: records a model into a folder while the context lasts.
+        compare: what it says of two folders.
+    """
+
+    name: str
+    package: str
+    observe: Callable[[Any, Path], contextlib.AbstractContextManager[None]]
+    compare: Callable[[Path, Path], Told]
+
+    @property
+    def version(self) -> str:
+        """Installed version, empty when it is not installed."""
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            return ""
+
+
+Entry = tuple[str, list[int], Json]  # name with its call, shape, value
+
+
+def _told(left: list[Entry], right: list[Entry]) -> Told:
+    """Join recordings by name and call, and compare what has the same shape."""
+    other = {name: (shape, value) for name, shape, value in right}
+    pairs = [(name, value, other[name][1]) for name, shape, value in left if name in other and other[name][0] == shape]
+    differ = [name for name, one, two in pairs if one != two]
+    if not pairs:
+        return Told(why_not="no tensor of one name and shape on both sides")
+    return Told(len(pairs), len(differ), differ[0] if differ else "")
+
+
+# Forward hooks that save every output with torch.save.
+
+
+@contextlib.contextmanager
+def _pt_observe(model: Any, folder: Path) -> Iterator[None]:
+    import torch
+
+    index: list[Json] = []
+    calls: dict[str, int] = {}
+
+    def save(name: str) -> Callable[..., None]:
+        def hook(_module: Any, _args: Any, output: Any) -> None:
+            call = calls[name] = calls.get(name, -1) + 1
+            parts = output if isinstance(output, tuple | list) else (output,)
+            for part, tensor in enumerate(parts):
+                if isinstance(tensor, torch.Tensor):
+                    file = f"{len(index):06d}.pt"
+                    torch.save(tensor.detach().cpu().clone(), folder / file)
+                    index.append([f"{name}:{part}#{call}", list(tensor.shape), file])
+
+        return hook
+
+    handles = [module.register_forward_hook(save(name)) for name, module in model.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        (folder / "index.json").write_text(json.dumps(index))
+
+
+def _pt_compare(a: Path, b: Path) -> Told:
+    import torch
+
+    def entries(folder: Path) -> list[Entry]:
+        listed = json.loads((folder / "index.json").read_text())
+        return [(name, shape, folder / file) for name, shape, file in listed]
+
+    right = {name: (shape, file) for name, shape, file in entries(b)}
+    both = [(n, file, right[n][1]) for n, shape, file in entries(a) if n in right and right[n][0] == shape]
+    differ = [n for n, one, two in both if not _same(torch.load(one), torch.load(two))]
+    if not both:
+        return Told(why_not="no tensor of one name and shape on both sides")
+    return Told(len(both), len(differ), differ[0] if differ else "")
+
+
+def _same(one: Any, two: Any) -> bool:
+    import torch
+
+    return one.dtype == two.dtype and bool(torch.equal(one.view(torch.uint8), two.view(torch.uint8)))
+
+
+# torch's DebugMode with tensor hashes, compared by the rules of its own ``check_hash_mismatches``.
+
+
+def _debug_observe(hash_fn: str) -> Callable[[Any, Path], contextlib.AbstractContextManager[None]]:
+    @contextlib.contextmanager
+    def observe(_model: Any, folder: Path) -> Iterator[None]:
+        from torch.utils._debug_mode import DebugMode
+
+        with DebugMode(record_nn_module=True, record_stack_trace=False) as mode, mode.log_tensor_hashes(hash_fn):
+            yield
+        module, lines = "", []
+        for call in mode.logs:
+            kind = type(call).__name__
+            if kind == "_AnnotateCall":
+                module = str(getattr(call, "tag", ""))
+                continue
+            log = getattr(call, "log", None) or {}
+            lines.append(json.dumps([str(getattr(call, "op", kind)), module, repr(log.get("hash"))]))
+        (folder / "log.jsonl").write_text("\n".join(lines))
+
+    return observe
+
+
+def _debug_compare(a: Path, b: Path) -> Told:
+    left, right = ([json.loads(x) for x in (folder / "log.jsonl").read_text().splitlines()] for folder in (a, b))
+    if len(left) != len(right):
+        return Told(why_not=f"other operators: {len(left)} and {len(right)}")
+    for number, (one, two) in enumerate(zip(left, right, strict=True)):
+        if one[0] != two[0]:
+            return Told(why_not=f"other operators: {one[0]} and {two[0]} at {number}")
+    differ = [f"{one[0]} in {one[1]}" for one, two in zip(left, right, strict=True) if one[2] != two[2]]
+    return Told(len(left), len(differ), differ[0] if differ else "")
+
+
+# msprobe (mindstudio-probe): statistics with check sums of modules and functions.
+
+
+@contextlib.contextmanager
+def _msprobe_observe(model: Any, folder: Path) -> Iterator[None]:
+    statistics = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "md5"}
+    config = {
+        "task": "statistics",
+        "dump_path": str(folder),
+        "rank": [],
+        "step": [],
+        "level": "mix",
+        "async_dump": False,
+        "statistics": statistics,
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    import msprobe.pytorch
+
+    debugger = msprobe.pytorch.PrecisionDebugger(config_path=str(path), dump_path=str(folder))
+    debugger.service.config.dump_path = str(folder)
+    debugger.start(model=model)
+    try:
+        yield
+    finally:
+        debugger.stop()
+        debugger.step()
+
+
+def _msprobe_entries(folder: Path) -> list[Entry]:
+    found: list[Entry] = []
+    for path in sorted(folder.rglob("dump.json")):
+        for name, call in json.loads(path.read_text())["data"].items():
+            for number, value in enumerate(call.get("output") or []):
+                if isinstance(value, dict) and value.get("md5") is not None:
+                    found.append((f"{name}:{number}", value.get("shape") or [], [value.get("dtype"), value["md5"]]))
+    return found
+
+
+# This package.
+
+
+@contextlib.contextmanager
+def _zkl_observe(model: Any, folder: Path) -> Iterator[None]:
+    from zkl_debug.capture.api import Capture
+
+    with Capture(model, folder / "capture", folder.name, level="digest"):
+        yield
+
+
+def _zkl_compare(a: Path, b: Path) -> Told:
+    from zkl_debug.diff.run import diff_captures
+
+    verdict = diff_captures(a / "capture", b / "capture")
+    if verdict.refusal is not None:
+        return Told(why_not=verdict.refusal.text)
+    differ = verdict.affected.rows
+    return Told(verdict.coverage.compared, differ, "" if verdict.first is None else verdict.first.site)
+
+
+TOOLS: dict[str, Tool] = {
+    "zkl-debug": Tool("zkl-debug", "zkl-debug", _zkl_observe, _zkl_compare),
+    "msprobe": Tool(
+        "msprobe", "mindstudio-probe", _msprobe_observe, lambda a, b: _told(_msprobe_entries(a), _msprobe_entries(b))
+    ),
+    "debugmode-norm": Tool("torch DebugMode, norm", "torch", _debug_observe("norm"), _debug_compare),
+    "debugmode-xor": Tool("torch DebugMode, hash_tensor", "torch", _debug_observe("hash_tensor"), _debug_compare),
+    "pt-hooks": Tool("forward hooks, .pt files", "torch", _pt_observe, _pt_compare),
+}

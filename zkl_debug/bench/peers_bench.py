@@ -1,0 +1,148 @@
+"""This tool beside others on the same bed: what each costs, writes and finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from zkl_debug.bench.peer_run import FAULTS, INJECTIONS, TARGET
+from zkl_debug.bench.peer_tools import TOOLS, Told
+from zkl_debug.schema import Json
+
+#: What the right answer contains, by case.
+RIGHT = {
+    "K2": ("layers.0.self_attention.linear_qkv",),
+    "K4": ("layers.0.self_attention.core_attention", "layers.0.self_attention/core_attention"),
+    "K7": ("layers.1.mlp/unpermute", "layers.1.mlp.token_dispatcher"),
+    **dict.fromkeys(INJECTIONS, (TARGET.removeprefix("decoder."),)),
+}
+
+
+def bench_peers(
+    tools: Sequence[str] = tuple(TOOLS), folder: Path | None = None, progress: Callable[[str], None] | None = None
+) -> dict[str, Json]:
+    """Run every tool that is installed over every case.
+
+    For each fault: *against the other side* compares scoring with generation, which is the question of a user, who has
+    no good run. *Against a good run* compares the same side without the fault, which is easier.
+
+    Returns:
+        By tool: version, cost, bytes, answers by case; why it was left out where it is not installed.
+    """
+    say = progress or (lambda _text: None)
+    found: dict[str, Json] = {}
+    for key in tools:
+        tool = TOOLS[key]
+        if not tool.version:
+            found[key] = {"name": tool.name, "left_out": f"{tool.package} is not installed"}
+            continue
+        with tempfile.TemporaryDirectory(dir=folder, prefix="zkl-peers-") as name:
+            found[key] = {"name": tool.name, "version": tool.version, **_one_tool(key, Path(name), say)}
+    return {"bench": "peers", "tools": found, "cases": {**FAULTS, **INJECTIONS}}
+
+
+def _one_tool(key: str, root: Path, say: Callable[[str], None]) -> dict[str, Json]:
+    say(f"{key}: cost")
+    result: dict[str, Json] = {"cost": _run(key, "cost", root / "cost")}
+    good: dict[str, Path] = {}
+    for bed in sorted(set(FAULTS.values())):
+        say(f"{key}: {bed} without a fault")
+        good[bed] = root / f"good-{bed}"
+        result[f"good-{bed}"] = _run(key, f"good-{bed}", good[bed])
+        told = _compare(key, good[bed] / "train", good[bed] / "gen")
+        result[f"good-{bed}"] = {"other_side": {**asdict(told), "answer": _alarm(told)}}
+    for case in (*FAULTS, *INJECTIONS):
+        say(f"{key}: {case}")
+        ran = _run(key, case, root / case)
+        bed = FAULTS.get(case, "tiny-gpt")
+        if "error" in ran:
+            result[case] = ran
+            continue
+        sides = ("gen", "train") if case in FAULTS else ("train",)
+        against = [_compare(key, root / case / side, good[bed] / side) for side in sides]
+        told = next((t for t in against if t.differ), next((t for t in against if t.why_not), against[0]))
+        result[case] = {"good_run": {**asdict(told), "answer": answer(case, told)}}
+        if case in FAULTS:
+            told = _compare(key, root / case / "train", root / case / "gen")
+            alarm = bool(result[f"good-{bed}"]["other_side"]["differ"])
+            result[case]["other_side"] = {**asdict(told), "answer": answer(case, told, alarm)}
+        else:
+            assert ran["injected"] == 1, ran
+        shutil.rmtree(root / case)
+    return result
+
+
+def _compare(key: str, a: Path, b: Path) -> Told:
+    try:
+        return TOOLS[key].compare(a, b)
+    except (OSError, ValueError, KeyError) as error:
+        return Told(why_not=f"{type(error).__name__}: {error}")
+
+
+def answer(case: str, told: Told, alarm: bool = False) -> str:
+    """A verdict on what a tool told: ``names it``, ``names another``, ``misses``, ``cannot compare``.
+
+    Args:
+        case: what was put in.
+        told: what it said.
+        alarm: it says that something differs when nothing was put in, too, so that its word means nothing.
+    """
+    if told.why_not:
+        return "cannot compare"
+    if not told.differ:
+        return "misses"
+    if alarm:
+        return "differs without it too"
+    named = told.first.replace("Module.module.", "").replace("Module.", "")
+    return "names it" if any(right in named for right in RIGHT[case]) else "names another"
+
+
+def _alarm(told: Told) -> str:
+    if told.why_not:
+        return "cannot compare"
+    return "says that they differ" if told.differ else "equal"
+
+
+def _run(key: str, case: str, folder: Path) -> dict[str, Json]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "zkl_debug.bench.peer_run", key, case, str(folder)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
+    found: dict[str, Json] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def table(found: dict[str, Json]) -> list[list[str]]:
+    """Rows for a table: a heading, then one row a tool."""
+    cases = [*FAULTS, *INJECTIONS]
+    rows = [["tool", "version", "forward", "bytes", "nothing wrong", *cases]]
+    for tool in found["tools"].values():
+        if "left_out" in tool:
+            rows.append([tool["name"], "-", *[tool["left_out"]], *[""] * (2 + len(cases))])
+            continue
+        cost = tool["cost"]
+        spent = [f"{cost['ratio']:.2f} x", f"{cost['bytes']:,}"] if "ratio" in cost else ["failed", ""]
+        rows.append(
+            [tool["name"], tool["version"], *spent, _cell(tool["good-tiny-gpt"]), *map(_cell, map(tool.get, cases))]
+        )
+    return rows
+
+
+def _cell(case: Json) -> str:
+    if case is None or "error" in case:
+        return "failed"
+    words = [case[key]["answer"] for key in ("other_side", "good_run") if key in case]
+    return " / ".join(words)
