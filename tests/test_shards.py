@@ -157,6 +157,10 @@ def test_a_changed_shard_names_its_site_and_says_which_elements(tmp_path: Path) 
     assert verdict.first.site == f"{LINEAR}:out"
     assert (verdict.first.position, verdict.first.kind.label) == (4, "own")
     assert (verdict.first.stats.mismatched_elements, verdict.first.stats.first_element) == (1, 6)
+    assert verdict.checks["first_on_ranks"]["ranks"] == [1]
+    everywhere = WHOLE["fc1"] ^ np.uint32(1)
+    verdict = diff_captures(world(tmp_path / "c", 1), world(tmp_path / "d", 2, {"fc1": everywhere}))
+    assert "first_on_ranks" not in verdict.checks
 
 
 def test_equal_partial_sums_put_the_blame_on_the_reduction(tmp_path: Path) -> None:

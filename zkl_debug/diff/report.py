@@ -48,6 +48,8 @@ def report(verdict: Verdict) -> Iterator[RenderableType]:
     yield _edges(verdict)
     if verdict.first is not None:
         yield from _first(verdict.first, verdict.by_rows)
+        if verdict.checks.get("first_on_ranks"):
+            yield Text(f"  ranks   {verdict.checks['first_on_ranks']['text']}")
         yield from _following(verdict)
     yield from _skipped(verdict.coverage)
     yield from _next(verdict)
@@ -132,6 +134,11 @@ def _checks(verdict: Verdict) -> str:
         words.append(f"BUFFERS DIFFER: {', '.join(buffers[:3])}")
     if checks.get("on_one_side"):
         words.append(f"parameters on one side only: {', '.join(checks['on_one_side'][:3])}")
+    for side in "ab":
+        ranks = checks.get(f"ranks_{side}")
+        if ranks:
+            unlike = "" if ranks["alike"] else f", NOT ALIKE: {ranks['first']}"
+            words.append(f"{side.upper()} on {ranks['ranks']} ranks ({ranks['layout']}){unlike}")
     if checks.get("routing_returned"):
         words.append(f"routing handed back {checks['routing_returned']}")
     return ", ".join(words)

@@ -40,6 +40,7 @@ from zkl_debug.diff.verdict import Claim, Verdict, refused
 from zkl_debug.diff.weights import check_weights
 from zkl_debug.diff.world import fold, level
 from zkl_debug.diff.world.report import check_ranks, lost_ranks, rank_report
+from zkl_debug.diff.world.where import first_on_ranks
 from zkl_debug.errors import CaptureInvalid
 from zkl_debug.schema import Json
 
@@ -139,6 +140,9 @@ def _diff(joined: Joined, partial: bool, verify_bytes: bool, comparing: dict[str
     first = edges[edge].first if edge is not None else None
     if joined.changed and first is not None:
         checks["names"]["first"] = dict(zip("ab", joined.own(first.site), strict=True))
+    on_ranks = first_on_ranks(comparison)
+    if on_ranks:
+        checks["first_on_ranks"] = on_ranks
     rows, why = affected(comparison), explain(comparison)
     outcome = Outcome.IDENTICAL if edge is None else Outcome.DIVERGED
     hints = suggestions(comparison, outcome, first, coverage, verify_bytes)
