@@ -42,6 +42,8 @@ _ORDER = (
     "rows before the chunk's last",
 )
 _SELDOM = ("generated", "masked by the loss", "sample", "token", "micro-batch", "frame")
+# One limit is likelier a cause than a list of so many values that happens to name the same rows.
+_MANY, _ENUMERATED = 3, 8
 _OPERATION = {"is": 0.0, ">=": 0.0, "<=": 0.0, "is not": 0.1, "==": 0.1, "in": 0.3, "!=": 0.4}
 
 
@@ -70,6 +72,8 @@ def preference(atom: Atom, semantic: str = "") -> float:
         place = len(order) + 10 + _SELDOM.index(atom.fact)
     else:
         place = len(order) + 5  # blocks, experts, neighbours
+    if len(atom.values) >= _MANY:
+        place += _ENUMERATED
     # Two rows of a pair are only blamed together when no condition on one of them does.
     return (
         place + _OPERATION.get(atom.operation, 0.5) + (30 if atom.operation in ("crosses", "differs", "one in") else 0)

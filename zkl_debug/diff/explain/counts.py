@@ -47,13 +47,14 @@ def _by_luck(affected: int, clean: int, like_affected: int) -> float:
 def _taken(e: Evidence, affected: CallCounts, right: bool) -> str:
     """Whether the rows lost experts that the padding of their call had chosen."""
     pair = e.pair()
-    if pair is None or "router" not in e.site.owner or len(affected) != len(pair.left):
+    if pair is None or "router" not in e.site.owner or len(affected) < len(pair.left):
         return ""
     own, other = (pair.right, pair.left) if right else (pair.left, pair.right)
-    if own.real.shape != affected.counted.shape:
+    counted, picked = affected.counted[: len(own)], affected.chosen[: len(own)]  # those looked at come first
+    if own.real.shape != counted.shape:
         return ""
     lost = (own.real == 0) & (other.real != 0)
-    crowded = affected.counted > affected.chosen
+    crowded = counted > picked
     if not lost.any(axis=1).all() or not bool((crowded | ~lost).all()):
         return ""
     return "in every affected row an expert was taken from it, one that padding of its call had been routed to"
@@ -78,8 +79,8 @@ def _told(e: Evidence, left: CallCounts, right: CallCounts, odd_clean: Bools, ho
     text = (
         f"expert counts: padding is routed and counted; e.g. a call of {int(worst.rows[at])} rows in "
         f"{int(worst.slots[at])} slots ({e.side(on_right)}) counts {_ints(worst.counted[at])} rows by expert where its "
-        f"rows chose {_ints(worst.chosen[at])}; of the {len(left)} differing pairs looked at all have such a call on "
-        f"exactly one side, of {len(odd_clean)} equal ones {like}"
+        f"rows chose {_ints(worst.chosen[at])}; over all edges, {len(left)} of {len(left)} pairs that differ here have "
+        f"such a call on exactly one side, and {like} of {len(odd_clean)} equal ones"
     )
     return Finding("padding-counted", f"{text}; {how}" if how else text, evidence, Strength.FITTED)
 

@@ -129,7 +129,7 @@ def evidence(comparison: Comparison, edge: str) -> Evidence | None:
         parents=gather_more.labels(comparison, chosen.site, looked, chosen.facts),
         call=_call(chosen, looked),
         quantised=gather_quantised.quantised(chosen),
-        counts=gather_calls.expert_counts(comparison, chosen.site, looked, _equal(chosen), chosen.facts),
+        counts=gather_calls.expert_counts(comparison, chosen.site, *_on_all_edges(chosen, looked), chosen.facts),
         states=partial(gather_state.handovers, comparison, chosen.site, looked),
         scans=partial(gather_scan.scans, comparison, chosen.site, chosen.read, _config(comparison)),
     )
@@ -180,10 +180,13 @@ def _clean_inputs(chosen: Chosen, clean: Ints) -> dict[str, Values]:
     return {name: values.left for name, values in found.items() if values.equal}
 
 
-def _equal(chosen: Chosen) -> Ints:
-    """Equal pairs of the site, at most so many."""
-    codes = chosen.comparison.done[chosen.site].kind[chosen.present]
-    return _spread(chosen.present[codes < Kind.PROPAGATED], _SOURCES)
+def _on_all_edges(chosen: Chosen, looked: Ints) -> tuple[Ints, Ints]:
+    """Pairs of the site that differ on their own, those looked at first, and equal ones; of every edge."""
+    codes = chosen.comparison.done[chosen.site].kind
+    own = np.flatnonzero((codes == Kind.OWN) | (codes == Kind.UNCAPTURED_STATE))
+    equal = np.flatnonzero((codes != Kind.ABSENT) & (codes < Kind.PROPAGATED))
+    rest = np.setdiff1d(own, looked)
+    return np.concatenate([looked, _spread(rest, _SOURCES)]), _spread(equal, _SOURCES)
 
 
 def _clean(chosen: Chosen) -> Ints:

@@ -340,7 +340,8 @@ class Evidence:
         parents: for a label row: the label that was used and the log-probs it was taken from.
         call: other facts of the pairs, by name, int64 [m].
         quantised: parts of an operand in a block format, at its own sites and at those of the product.
-        counts: expert counts of the calls of (affected, clean) pairs, for the left and the right rows.
+        counts: expert counts of the calls of (affected, clean) pairs of all edges, for the left and the right rows;
+            those of this edge come first.
         scans: for a scan what some affected rows were made of on each side, built when asked for.
         states: for a recurrent operator the states that the affected rows' calls started from, built when asked for.
     """
