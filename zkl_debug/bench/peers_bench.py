@@ -62,6 +62,8 @@ def _one_tool(key: str, root: Path, say: Callable[[str], None]) -> dict[str, Jso
         say(f"{key}: {case}")
         ran = _run(key, case, root / case)
         bed = FAULTS.get(case, "tiny-gpt")
+        if case in INJECTIONS and ran.get("injected") == 0:
+            ran = {"error": "the change did not reach the result while this tool was recording"}
         if "error" in ran:
             result[case] = ran
             continue
@@ -73,8 +75,6 @@ def _one_tool(key: str, root: Path, say: Callable[[str], None]) -> dict[str, Jso
             told = _compare(key, root / case / "train", root / case / "gen")
             alarm = bool(result[f"good-{bed}"]["other_side"]["differ"])
             result[case]["other_side"] = {**asdict(told), "answer": answer(case, told, alarm)}
-        else:
-            assert ran["injected"] == 1, ran
         shutil.rmtree(root / case)
     return result
 
