@@ -71,15 +71,15 @@ class FakeKernels(Kernels):
         return kept
 
     def digest(
-        self, tensor: torch.Tensor, rows: int, out: torch.Tensor, dest: torch.Tensor | None, *, clear: bool
+        self, tensor: torch.Tensor, rows: int, out: torch.Tensor, start: int, dest: torch.Tensor | None, *, clear: bool
     ) -> bool:
         if clear:
-            out.zero_()
+            out[start : start + rows].zero_()
 
         def step() -> None:
             found = torch.from_numpy(digest_tensor(tensor, rows).view(np.int64))
             at = torch.arange(rows) if dest is None else dest
-            out[at[at >= 0]] = found[at >= 0]
+            out[start + at[at >= 0]] = found[at >= 0]
 
         if FakeGraph.current is not None:
             FakeGraph.current.steps.append(step)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from zkl_debug.digest import prefix_digests
-from zkl_debug.engines.megatron import frames
 from zkl_debug.engines.megatron.frames import EngineHistory, dynamic_step
 from zkl_debug.schema import Phase, RowFlag
 
@@ -68,11 +67,44 @@ def test_the_short_way_and_the_long_way_agree(monkeypatch: pytest.MonkeyPatch) -
         calls.append(1)
         return False
 
-    monkeypatch.setattr(frames, "_key_decode", never)
+    monkeypatch.setattr(EngineHistory, "decoding", never)
     long = _run()
-    assert len(calls) == 4
+    assert len(calls) == 3
     for a, b in zip(short, long, strict=True):
         assert np.array_equal(a, b)
+
+
+def test_requests_have_their_tokens_whenever_they_are_asked_for() -> None:
+    """A run of decode steps, a request that joins, the run again without one that has ended."""
+    history = EngineHistory()
+    for rid in (3, 8):
+        history.add(rid, PROMPTS[rid], first_chunk=True)
+    dynamic_step(_context([(r, i, t) for r in (3, 8) for i, t in enumerate(PROMPTS[r])], decode=False), history)
+    for k in range(2):
+        dynamic_step(_context([(r, len(PROMPTS[r]) + k, GENERATED[r][k]) for r in (3, 8)], decode=True), history)
+    assert history.known[3].tokens == PROMPTS[3]  # put off
+    assert history.requests[3].tokens == [*PROMPTS[3], 11, 12]
+    history.add(1, PROMPTS[1], first_chunk=True)
+    mixed = [(3, 5, 13), (8, 4, 23), *((1, i, t) for i, t in enumerate(PROMPTS[1]))]
+    dynamic_step(_context(mixed, decode=False), history)
+    rows, step = dynamic_step(_context([(8, 5, 24), (1, 4, 31)], decode=True), history)
+    want = [prefix_digests(np.array(t, np.int32))[-1] for t in ([9, 4, 21, 22, 23, 24], [2, 2, 2, 2, 31])]
+    assert np.array_equal(rows.rows["prefix"], np.array(want))
+    assert step.prompt_len is not None
+    assert step.prompt_len.tolist() == [2, 4]
+    assert [bool(f & np.uint32(RowFlag.FIRST_DECODE)) for f in rows.rows["flags"]] == [False, True]
+    assert history.requests[8].tokens == [9, 4, 21, 22, 23, 24]
+
+
+def test_a_run_does_not_go_on_when_a_request_comes_back_with_another_prompt() -> None:
+    history = EngineHistory()
+    history.add(3, [5, 6], first_chunk=True)
+    dynamic_step(_context([(3, 0, 5), (3, 1, 6)], decode=False), history)
+    dynamic_step(_context([(3, 2, 7)], decode=True), history)
+    history.add(3, [5, 6, 9], first_chunk=True)
+    rows, step = dynamic_step(_context([(3, 3, 8)], decode=True), history)
+    assert step.prompt_len is None  # it has not run its prompt
+    assert tuple(rows.rows["prefix"][0]) == tuple(prefix_digests(np.array([5, 6, 9, 8], np.int32))[-1])
 
 
 def test_a_request_that_was_never_admitted_has_no_key() -> None:

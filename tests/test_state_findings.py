@@ -13,7 +13,8 @@ from torch import nn
 
 from zkl_debug.capture.events import EventLog
 from zkl_debug.capture.image import Image, module_objects
-from zkl_debug.capture.session import CaptureOptions, CaptureSession
+from zkl_debug.capture.options import CaptureOptions
+from zkl_debug.capture.session import CaptureSession
 from zkl_debug.capture.walk import walk
 from zkl_debug.diff.state import StateFinding, freed_blocks, state_findings, stored_moments
 from zkl_debug.diff.state_values import Values

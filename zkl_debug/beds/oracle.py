@@ -33,6 +33,8 @@ from zkl_debug.stack.switches import Switch, ladder, switch
 _KEPT = ("format", "version", "verdict", "claim", "coverage", "edge", "first", "affected", "explanations", "reason")
 #: Parts of the package that decide what a run computes and how it is judged.
 _PROBE_PARTS = ("beds", "capture", "diff", "engines", "stack", "store", "bits.py", "digest.py", "digest_torch.py")
+#: Neighbours of the wide workload on a GPU: with them it has four times the requests.
+_WIDE_GPU = 24
 #: Limits of a run that nobody limited.
 DEFAULT_LIMITS = Limits(timeout=900.0, memory=8 << 30)
 _NO_MEMORY = re.compile(r"MemoryError|can't allocate memory|out of memory")
@@ -58,7 +60,7 @@ class Probe:
         wide = replace(
             narrow,
             reprefill=True,
-            neighbours=max(6, options.neighbours),
+            neighbours=max(_WIDE_GPU if options.on_gpu else 6, options.neighbours),
             permute=options.permute or 1,
             micro_batch=options.micro_batch + 1,
         )

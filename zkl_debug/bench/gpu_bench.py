@@ -74,7 +74,7 @@ def bench_gpu(
 
 def bench_kernel(rows: int, width: int) -> dict[str, Json]:
     """Bytes per second the digest kernel reads from a bf16 tensor [rows, width]; best of 20."""
-    from zkl_debug.digest_triton import digest_device
+    from zkl_debug.digest_gpu import digest_device
 
     tensor = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     digest_device(tensor, rows)

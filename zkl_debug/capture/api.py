@@ -19,8 +19,10 @@ from zkl_debug.capture import meta as capture_meta
 from zkl_debug.capture.forcing import Forcing
 from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.hooks import ModuleHooks, ModuleRule
+from zkl_debug.capture.labels import make_label_rows
+from zkl_debug.capture.options import CaptureOptions
 from zkl_debug.capture.rows import FrameRows, padded_rows, warmup_rows
-from zkl_debug.capture.session import CaptureOptions, CaptureSession, make_label_rows
+from zkl_debug.capture.session import CaptureSession
 from zkl_debug.capture.state import notices_mutation
 from zkl_debug.capture.taps import TapSet
 from zkl_debug.capture.weights import WeightWatch
@@ -132,6 +134,8 @@ class Capture:
         self._weights = WeightWatch(self.session, self.model, part_of)
         rename = getattr(self.adapter, "rename", None)
         self._hooks = ModuleHooks(self.session, self.model, self.adapter.rules if self.adapter else (), rename)
+        if self.options.level == "off":
+            return self  # nothing would ever be recorded, so nothing is hooked
         with self.session.guarded("attach"):
             if writer is not None:
                 self.add_manifest("self_test", {"mutation": notices_mutation()})
@@ -142,7 +146,7 @@ class Capture:
             self._hooks.install()
             if self.adapter is not None:
                 self.adapter.install(self)
-            if self.options.level != "off" and self.forcing is None and torch.cuda.is_available():
+            if self.forcing is None and torch.cuda.is_available():
                 self.watch_graphs(GraphWatch(self.session, self.session.kernels))
         marks.opened(self)
         return self

@@ -9,6 +9,7 @@ to page-locked memory, and a chunk is used again only after its copy was seen to
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,17 +18,19 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.layout import I64, RowView, raw_bits
+from zkl_debug.digest_gpu import digest_device, gpu_digest
+from zkl_debug.lanes import lane_view
 
 #: Digests of a chunk: 16 MiB.
 CHUNK_ROWS = 1 << 20
 
 
 class Kernels:
-    """What the probe asks of a device; the one implementation runs the Triton kernel, tests put in their own."""
+    """What the probe asks of a device; the one implementation runs the GPU's digest kernel, tests put in their own."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether digests of this tensor are computed on its device."""
-        return tensor.device.type == "cuda" and _triton() is not None
+        return tensor.is_cuda and gpu_digest(tensor.device) is not None
 
     def capturing(self) -> bool:
         """Whether the current stream is recording a graph."""
@@ -35,22 +38,19 @@ class Kernels:
 
     def slots(self, rows: int) -> torch.Tensor:
         """Zeroed memory for ``rows`` digests that graphs write to, int64 [rows, 2], on the current device."""
-        kernel = _triton()
-        if kernel is not None:
-            kernel.weights_on(torch.device("cuda", torch.cuda.current_device()), 1)  # none may be made in a recording
+        gpu_digest(torch.device("cuda", torch.cuda.current_device()))  # loads what may not be loaded in a recording
         return torch.zeros((rows, 2), dtype=torch.int64, device="cuda")
 
     def warm(self, tensor: torch.Tensor, rows: int) -> None:
         """Load the kernel that :meth:`digest` takes for such a tensor; nothing can be loaded while recording."""
-        kernel = _triton()
-        if kernel is not None and tensor.device.type == "cuda":
-            kernel.digest_device(tensor, rows)
+        if tensor.is_cuda:
+            digest_device(tensor, rows)
 
     def ready(self, tensor: torch.Tensor, rows: int) -> bool:
         """Whether :meth:`digest` of such a tensor can be recorded into a graph now."""
-        kernel = _triton()
-        view = kernel.lane_view(tensor, rows)
-        return view is None or kernel.is_loaded(view)
+        kernel = gpu_digest(tensor.device)
+        view = lane_view(tensor, rows)
+        return kernel is None or view is None or kernel.loaded(view)
 
     def moment(self) -> tuple[int, ...] | None:
         """What a recording has come to: unchanged as long as nothing is added to it; None when that is not known."""
@@ -63,33 +63,26 @@ class Kernels:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def digest(
-        self, tensor: torch.Tensor, rows: int, out: torch.Tensor, dest: torch.Tensor | None, *, clear: bool
+        self, tensor: torch.Tensor, rows: int, out: torch.Tensor, start: int, dest: torch.Tensor | None, *, clear: bool
     ) -> bool:
-        """Issue the digests of ``rows`` rows into ``out`` [n, 2] int64, row i at ``dest[i]``; False if it cannot.
+        """Issue the digests of ``rows`` rows into ``out`` [n, 2] int64 from row ``start`` on; False if it cannot.
 
         Args:
             tensor: any layout the kernel can read without a copy.
             rows: rows of the tensor.
-            out: where digests go.
-            dest: output row of each row, int64 [rows], -1 to drop it; None when in order.
+            out: where digests go: row i of the tensor to ``start + i``, or ``start + dest[i]``.
+            start: see ``out``.
+            dest: int64 [rows], -1 to drop a row; None when in order.
             clear: ``out`` may hold something: set it to zero first where the kernel adds.
         """
-        kernel = _triton()
-        view = kernel.lane_view(tensor, rows)
-        if view is None:
+        kernel = gpu_digest(tensor.device)
+        view = lane_view(tensor, rows)
+        if kernel is None or view is None:
             return False
-        if clear and kernel.needs_zeros(view):
-            out.zero_()
-        kernel.digest_into(view, out.data_ptr(), 0 if dest is None else dest.data_ptr())
+        if clear and kernel.adds(view):
+            out[start : start + rows].zero_()
+        kernel.launch(view, out.data_ptr() + 16 * start, 0 if dest is None else dest.data_ptr())
         return True
-
-
-def _triton() -> Any:
-    try:
-        from zkl_debug import digest_triton
-    except ImportError:
-        return None
-    return digest_triton
 
 
 @dataclass
@@ -155,19 +148,21 @@ class Pending:
 
 @dataclass
 class DeviceFrame:
-    """What one frame has on the device.
+    """What frames that are read out together have on the device.
 
     Attributes:
         pool: where chunks come from.
         kernels: the device.
         chunks: in order; a pending digest names one by its index.
-        ready: recorded behind the last copy.
+        ready: events behind the copies.
+        device: where something was issued that is no digest, such as :meth:`to_host`.
     """
 
     pool: ChunkPool
     kernels: Kernels
     chunks: list[Chunk] = field(default_factory=list)
-    ready: Any = None
+    ready: list[Any] = field(default_factory=list)
+    device: torch.device | None = None
     _dest: dict[tuple[int, int], tuple[Any, torch.Tensor]] = field(default_factory=dict)
 
     def launch(self, view: RowView, payload: bool) -> Pending | None:
@@ -176,16 +171,27 @@ class DeviceFrame:
         n_view, n = int(tensor.shape[0]), len(view.row)
         dest = None if view.take is None else self._dest_of(view.take, n_view, tensor.device)
         chunk = self.reserve(n, tensor.device)
-        out = chunk.device[chunk.used : chunk.used + n]
-        if not self.kernels.digest(tensor, n_view, out, dest, clear=False):
+        start = chunk.used
+        if not self.kernels.digest(tensor, n_view, chunk.device, start, dest, clear=False):
             return None
-        start, chunk.used = chunk.used, chunk.used + n
+        chunk.used = start + n
         kept = _picked(tensor, view.take) if payload else None
         return Pending(len(self.chunks) - 1, start, n, None, kept)
 
+    def launch_rows(self, tensor: torch.Tensor, rows: int) -> Pending | None:
+        """Issue the digests of all rows of a tensor, in order; None when the device has no kernel for it."""
+        chunk = self.reserve(rows, tensor.device)
+        start = chunk.used
+        if not self.kernels.digest(tensor, rows, chunk.device, start, None, clear=False):
+            return None
+        chunk.used = start + rows
+        return Pending(len(self.chunks) - 1, start, rows)
+
     def reserve(self, rows: int, device: torch.device) -> Chunk:
-        """The last chunk if ``rows`` digests fit, or a new one."""
+        """The last chunk if ``rows`` digests fit, or a new one; a full one is copied out while the program goes on."""
         if not self.chunks or self.chunks[-1].room < rows or self.chunks[-1].device.device != device:
+            if self.chunks:
+                self._copy(self.chunks[-1])
             self.chunks.append(self.pool.take(device, rows))
         return self.chunks[-1]
 
@@ -197,28 +203,50 @@ class DeviceFrame:
         chunk.device[start : chunk.used].copy_(slots)
         return Pending(len(self.chunks) - 1, start, rows)
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host, to be read behind :meth:`arrays`; nothing is waited for."""
+        if not tensor.is_cuda:
+            return tensor.clone()
+        self.device = tensor.device
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
     def copy_out(self) -> None:
-        """Issue the copies of all chunks to the host; :meth:`arrays` waits for them."""
-        for chunk in self.chunks:
-            if chunk.device.device.type != "cuda":
-                chunk.host[: chunk.used].copy_(chunk.device[: chunk.used])
-                chunk.device[: chunk.used].zero_()
-                continue
-            stream = self.pool.stream(chunk.device.device)
-            stream.wait_stream(torch.cuda.current_stream(chunk.device.device))
-            with torch.cuda.stream(stream):
-                chunk.host[: chunk.used].copy_(chunk.device[: chunk.used], non_blocking=True)
-                chunk.device[: chunk.used].zero_()  # kernels of the next frame add into it
-                self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self.ready.record(stream)
+        """Issue the copies that were not issued yet; :meth:`arrays` waits for them and for all work before them."""
+        if self.chunks:
+            self._copy(self.chunks[-1])
+        elif self.device is not None:
+            self._on_side_stream(self.device, lambda: None)
+
+    def _copy(self, chunk: Chunk) -> None:
+        def copy() -> None:
+            chunk.host[: chunk.used].copy_(chunk.device[: chunk.used], non_blocking=True)
+            chunk.device[: chunk.used].zero_()  # kernels of the next frame may add into it
+
+        if chunk.device.is_cuda:
+            self._on_side_stream(chunk.device.device, copy)
+        else:
+            copy()
+
+    def _on_side_stream(self, device: torch.device, work: Callable[[], None]) -> None:
+        """Issue work behind what the program has issued so far, and remember its end."""
+        stream = self.pool.stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            work()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(stream)
+        self.ready.append(ready)
 
     def arrays(self) -> list[NDArray[np.uint64]]:
         """Digests of each chunk on the host, uint64 [used, 2]; waits for the copies and gives the chunks back."""
-        if self.ready is not None:
-            self.ready.synchronize()
+        for ready in self.ready:
+            ready.synchronize()
         found = []
         for chunk in self.chunks:
-            found.append(chunk.host[: chunk.used].numpy().copy().view(np.uint64))
+            found.append(
+                chunk.host[: chunk.used].clone().numpy().view(np.uint64)
+            )  # copies without the interpreter lock
             self.pool.give(chunk)
         self.chunks = []
         return found
@@ -231,15 +259,21 @@ class DeviceFrame:
             inverse = np.full(n_view, -1, np.int64)
             inverse[take] = np.arange(len(take))
             assert int((inverse >= 0).sum()) == len(take), "a row is taken twice"
-            known = (take, torch.from_numpy(inverse).to(device, non_blocking=True))
+            known = (take, to_device(inverse, device))
             self._dest[key] = known  # holds ``take``, so that its id is not given to another array
         return known[1]
+
+
+def to_device(array: I64, device: torch.device) -> torch.Tensor:
+    """A host array on a device, without waiting for the device: from pageable memory the copy would."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _picked(tensor: torch.Tensor, take: I64 | None) -> torch.Tensor:
     if take is None:
         return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.index_select(0, torch.from_numpy(take).to(tensor.device, non_blocking=True))
+    return tensor.index_select(0, to_device(take, tensor.device))
 
 
 def payload_bits(pending: Pending) -> NDArray[Any] | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -12,10 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.device import DeviceFrame, Pending, payload_bits
-from zkl_debug.capture.drain import Job
 from zkl_debug.capture.layout import RowView
 from zkl_debug.capture.rows import FrameRows
-from zkl_debug.capture.twins import Key, Twins, tensor_key
+from zkl_debug.capture.twins import Key, Reading, Twins, memory_key
 from zkl_debug.schema import U64, SiteBlock, SiteMeta
 
 if TYPE_CHECKING:
@@ -38,8 +36,8 @@ class Block:
 class Deferred(Protocol):
     """Sites that are made only when the frame is filed, such as those of a replayed graph."""
 
-    def blocks(self, parts: list[U64]) -> list[SiteBlock]:
-        """The sites, from the digests of each chunk."""
+    def blocks(self, frame: OpenFrame, parts: list[U64]) -> list[SiteBlock]:
+        """The sites, from the digests of each chunk; may add label rows to the frame."""
 
 
 @dataclass
@@ -55,12 +53,14 @@ class OpenFrame:
         alias: on a CPU, digests of the last tensors.
         scratch: what an adapter keeps for the length of the frame.
         device: what is on the device, if anything is.
-        plans: graphs that were replayed in it and not yet read out.
+        plans, replayed: graphs that were replayed in it and not yet read out, in order and as a set.
         deferred: sites made when the frame is filed.
+        event_seq: number of the last event before its end.
     """
 
     index: int
     rows: FrameRows
+    event_seq: int = 0
     blocks: list[Block] = field(default_factory=list)
     labels: list[NDArray[np.void]] = field(default_factory=list)
     seen: dict[str, int] = field(default_factory=dict)
@@ -68,14 +68,15 @@ class OpenFrame:
     scratch: dict[str, Any] = field(default_factory=dict)
     device: DeviceFrame | None = None
     plans: list[Plan] = field(default_factory=list)
+    replayed: set[Plan] = field(default_factory=set)
     deferred: list[Deferred] = field(default_factory=list)
-    twins: OrderedDict[Key, tuple[torch.Tensor, str, Pending]] = field(default_factory=OrderedDict)
+    twins: OrderedDict[Key, Reading] = field(default_factory=OrderedDict)
     pairs: list[tuple[str, str, Pending, Pending]] = field(default_factory=list)
 
     @property
     def n_rows(self) -> int:
         """Rows so far, label rows included."""
-        return len(self.rows.rows) + sum(len(part) for part in self.labels)
+        return self.rows.n_rows + sum(len(part) for part in self.labels)
 
     @property
     def kind(self) -> int:
@@ -84,7 +85,8 @@ class OpenFrame:
 
     def table(self) -> NDArray[np.void]:
         """All rows, label rows last."""
-        table: NDArray[np.void] = np.concatenate([self.rows.rows, *self.labels]) if self.labels else self.rows.rows
+        rows = self.rows.rows
+        table: NDArray[np.void] = np.concatenate([rows, *self.labels]) if self.labels else rows
         table["frame"] = self.index
         return table
 
@@ -93,49 +95,43 @@ class OpenFrame:
     ) -> Pending | None:
         """Digests of a view on its device; those of the tensor's last site where the two are known to be one."""
         assert self.device is not None
-        key = tensor_key(source, view.take) if source is not None else None
+        key = memory_key(source, view.take, int(view.tensor.shape[0])) if source is not None else None
         earlier = self.twins.get(key) if key is not None else None
-        if earlier is not None and not payload and twins.trusted(self.kind, self.index, earlier[1], name):
-            return earlier[2]
-        made = self.device.launch(view, payload)
+        if earlier is not None and source is not None and earlier.written_since(source):
+            earlier = None
+        if earlier is not None and not payload and twins.trusted(self.kind, self.index, earlier.site, name):
+            made: Pending | None = earlier.pending
+        else:
+            made = self.device.launch(view, payload)
         if made is None or key is None:
             return made
         assert source is not None
-        if earlier is not None:
-            self.pairs.append((earlier[1], name, earlier[2], made))
-            return made
-        self.twins[key] = (source, name, made)
+        kept = earlier
+        if earlier is None or twins.refuses(self.kind, earlier.site, name):
+            kept = Reading(source, source._version, name, made)
+        elif made is not earlier.pending:
+            self.pairs.append((earlier.site, name, earlier.pending, made))
+        assert kept is not None
+        self.twins[key] = replace(kept, tensor=source, version=source._version)
+        self.twins.move_to_end(key)
         if len(self.twins) > _TWIN_KEEP:
             self.twins.popitem(last=False)
         return made
 
-    def finished(self) -> list[SiteBlock]:
-        """The sites of a frame that has nothing on a device."""
-        return self._sites([])
-
-    def _sites(self, parts: list[U64]) -> list[SiteBlock]:
+    def sites(self, parts: list[U64]) -> list[SiteBlock]:
+        """The sites of the frame, from the digests of each chunk; label rows that were put off are made now."""
         eager = [_finished(block, parts) for block in self.blocks]
-        return [*eager, *(block for later in self.deferred for block in later.blocks(parts))]
+        return [*eager, *(block for later in self.deferred for block in later.blocks(self, parts))]
 
-    def job(self, device: DeviceFrame, file: Callable[[NDArray[np.void], list[SiteBlock]], None], twins: Twins) -> Job:
-        """The frame as a job of the drain; issues its copies.
+    def judge(self, twins: Twins, parts: list[U64]) -> None:
+        """Tell which pairs of sites were equal."""
+        for first, second, a, b in self.pairs:
+            twins.judge(self.kind, first, second, _digests(parts, a), _digests(parts, b))
 
-        Args:
-            device: what the frame has on the device.
-            file: called with the row table and the finished blocks.
-            twins: told which pairs of sites were equal.
-        """
-        device.copy_out()
-        self.twins.clear()  # lets go of the tensors
-
-        def read() -> Callable[[], None]:
-            parts = device.arrays()
-            for first, second, a, b in self.pairs:
-                twins.judge(self.kind, first, second, _digests(parts, a), _digests(parts, b))
-            return lambda: file(self.table(), self._sites(parts))
-
-        held = sum(chunk.used for chunk in device.chunks) * 16
-        return Job(read, held + sum(_payload_bytes(b) for b in self.blocks))
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of clones that wait on a device."""
+        return sum(_payload_bytes(b) for b in self.blocks)
 
 
 def _payload_bytes(block: Block) -> int:

@@ -47,7 +47,7 @@ class GraphSite:
     payload: torch.Tensor | None
 
 
-@dataclass
+@dataclass(eq=False)
 class Plan:
     """What a graph writes at each replay. Kept alive by the graph itself, for it writes as long as it is replayed.
 
@@ -55,13 +55,15 @@ class Plan:
         owner: the watch that recorded it.
         sites: in execution order.
         slots: token slots of the call the graph was recorded for.
-        last: how far the recording was when its last site was read, and what memory that was.
+        moment: how far the recording was behind the last digest.
+        fresh: by memory, the sites read since anything but digests was recorded: what they read is as it was.
     """
 
     owner: object
     sites: list[GraphSite] = field(default_factory=list)
     slots: int = 0
-    last: tuple[tuple[int, ...] | None, Any] = (None, None)
+    moment: tuple[int, ...] | None = None
+    fresh: dict[object, GraphSite] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,17 @@ class Reading:
         sites = tuple(site for plan in plans for site in plan.sites)
         ranges: list[tuple[torch.Tensor, int, int]] = []
         places = []
+        for plan in plans:
+            for arena in {id(site.arena): site.arena for site in plan.sites}.values():
+                mine = [site for site in plan.sites if site.arena is arena]
+                start, stop = min(s.start for s in mine), max(s.start + s.rows for s in mine)
+                if ranges and ranges[-1][0] is arena and ranges[-1][2] == start:
+                    ranges[-1] = (arena, ranges[-1][1], stop)
+                else:
+                    ranges.append((arena, start, stop))
         for site in sites:
-            stop = site.start + site.rows
-            follows = bool(ranges) and ranges[-1][0] is site.arena
-            if follows and site.start in (ranges[-1][2], ranges[-1][2] - site.rows):  # behind it, or the same memory
-                ranges[-1] = (site.arena, ranges[-1][1], stop)
-            else:
-                ranges.append((site.arena, site.start, stop))
-            places.append((len(ranges) - 1, site.start - ranges[-1][1]))
+            where = next(i for i, (arena, a, b) in enumerate(ranges) if arena is site.arena and a <= site.start < b)
+            places.append((where, site.start - ranges[where][1]))
         names = frozenset(site.name for site in sites)
         payload = any(site.payload is not None for site in sites)
         return cls(sites, tuple(ranges), tuple(places), names, {s.rows for s in sites}, payload, tuple(plans))
@@ -115,7 +120,7 @@ class Replay:
     metas: list[SiteMeta] | None
     payloads: list[torch.Tensor | None]
 
-    def blocks(self, parts: list[U64]) -> list[SiteBlock]:
+    def blocks(self, frame: OpenFrame, parts: list[U64]) -> list[SiteBlock]:  # noqa: ARG002
         """The sites, from the digests of each chunk."""
         count = len(self.slot)
         rows = np.arange(count, dtype=np.uint32)
@@ -194,9 +199,18 @@ class GraphWatch:
     def _replay(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.session.enabled:
-                with self.session.guarded("graph:replay"):
-                    self._replaying(getattr(graph, _ATTRIBUTE, None))
+            session = self.session
+            if session.enabled:
+                plan = getattr(graph, _ATTRIBUTE, None)
+                frame = session.frame
+                if frame is not None and plan is not None and plan.owner is self and plan not in frame.replayed:
+                    if not frame.rows.warmup:  # the common case: nothing to ask of the device
+                        self.replays += 1
+                        frame.plans.append(plan)
+                        frame.replayed.add(plan)
+                else:
+                    with session.guarded("graph:replay"):
+                        self._replaying(plan)
             return original(graph, *args, **kwargs)
 
         return replay
@@ -224,7 +238,7 @@ class GraphWatch:
         plan = self.recording
         assert plan is not None
         rows = len(view.row)
-        if self._arena is None or len(self._arena) - self._used < rows:
+        if self._arena is None or self._arena.shape[0] - self._used < rows:
             self.unreach(name, "no memory was left for its digests; recorded graphs are larger than expected")
             return
         start = self._used
@@ -232,24 +246,29 @@ class GraphWatch:
         if view.take is not None:
             self.unreach(name, "its rows are not in the order of the token slots")
             return
-        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if plan.sites and not payload and plan.last == (self.kernels.moment(), same) and plan.last[0] is not None:
-            # Nothing was recorded since the last site was read, and it is the same memory: the same bytes.
-            plan.sites.append(replace(plan.sites[-1], name=name, meta=meta))
+        stride = () if tensor.is_contiguous() else tensor.stride()
+        same = (tensor.data_ptr(), tensor.numel(), stride, tensor.dtype, rows)
+        moment = self.kernels.moment()
+        if moment is None or moment != plan.moment:
+            plan.fresh.clear()
+        known = plan.fresh.get(same)
+        if known is not None and not payload:
+            plan.sites.append(replace(known, name=name, meta=meta))
             return
         if not self.kernels.ready(tensor, rows):
             self.unreach(
                 name, "its kernel was not loaded before the recording: run the model once under the probe first"
             )
             return
-        if not self.kernels.digest(tensor, rows, self._arena[start : start + rows], None, clear=True):
+        if not self.kernels.digest(tensor, rows, self._arena, start, None, clear=True):
             self.unreach(name, "the kernel cannot read it without a copy (row bytes not a multiple of 4)")
             return
         self._used += rows
         kept = self.kernels.keep(tensor) if payload else None
         plan.sites.append(GraphSite(name, meta, self._arena, start, rows, kept))
         plan.slots = max(plan.slots, rows)
-        plan.last = (self.kernels.moment(), same)
+        plan.fresh[same] = plan.sites[-1]
+        plan.moment = self.kernels.moment()
 
     def unreach(self, name: str, reason: str) -> None:
         """A site that cannot be recorded inside a graph."""
@@ -270,9 +289,10 @@ class GraphWatch:
         if frame is None:
             self.unkeyed_replays += 1
             return
-        if any(plan is earlier for earlier in frame.plans):
+        if plan in frame.replayed:
             self.collect(frame)  # the replay that comes overwrites what the one before it wrote
         frame.plans.append(plan)
+        frame.replayed.add(plan)
 
     def collect(self, frame: OpenFrame) -> None:
         """Issue the read-out of the graphs replayed in a frame; its sites are made when the frame is filed.
@@ -280,6 +300,7 @@ class GraphWatch:
         A decode step replays the same graphs as the one before: what that takes is worked out once.
         """
         plans, frame.plans = frame.plans, []
+        frame.replayed.clear()
         if not plans:
             return
         key = tuple(id(plan) for plan in plans)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -118,6 +119,15 @@ def _view(flat: torch.Tensor, frame: FrameRows, row_shape: tuple[int, ...], batc
         known = (None if whole else take, np.arange(len(frame.slot), dtype=np.uint32))
         frame.cache[key] = known
     return RowView(flat, known[0], known[1], tuple(row_shape))
+
+
+def flattened(view: RowView) -> RowView:
+    """One dimension a row. Rows with gaps in memory stay as they are: flattening them would copy them."""
+    width = math.prod(view.row_shape)
+    tensor = view.tensor
+    if tensor.is_contiguous() or not tensor.is_cuda:
+        tensor = tensor.reshape(tensor.shape[0], width)
+    return replace(view, tensor=tensor, row_shape=(width,))
 
 
 def raw_rows(view: RowView) -> NDArray[np.unsignedinteger]:

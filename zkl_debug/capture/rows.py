@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,36 @@ from zkl_debug.schema import FRAME_DTYPE, ROW_DTYPE, Phase, RowFlag
 I64 = NDArray[np.int64]
 
 
+RowTable = NDArray[np.void]
+
+
+def late(make: Callable[[], RowTable]) -> RowTable:
+    """A row table that is made when :attr:`FrameRows.rows` is read first."""
+    return cast("RowTable", make)
+
+
+class _Late:
+    """A field that may be set to what :func:`late` returns."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> RowTable:
+        value = instance.__dict__["rows"]
+        if callable(value):
+            value = instance.__dict__["rows"] = value()
+        found: RowTable = value
+        return found
+
+    def __set__(self, instance: Any, value: RowTable) -> None:
+        instance.__dict__["rows"] = value
+
+
 @dataclass
 class FrameRows:
     """The rows of one model forward.
 
     Attributes:
         grid: token slots of the call as (s, b); packed and engine frames have b = 1.
-        rows: row table, shape [n], :data:`~zkl_debug.schema.ROW_DTYPE`; ``frame`` is filled in by the session.
+        rows: row table, shape [n], :data:`~zkl_debug.schema.ROW_DTYPE`; ``frame`` is filled in by the session. May be
+            given as :func:`late`: keys are then worked out when the frame is filed, not before the forward.
         slot: flat slot of each row in s-major order (``s_i * b + b_i``), shape [n].
         phase: what the frame is (``MIXED`` when its rows differ).
         n_seqs: sequences in the call.
@@ -38,7 +61,7 @@ class FrameRows:
     """
 
     grid: tuple[int, int]
-    rows: NDArray[np.void]
+    rows: RowTable
     slot: I64
     phase: Phase
     n_seqs: int
@@ -54,9 +77,23 @@ class FrameRows:
     cache: dict[object, Any] = field(default_factory=dict)
 
     @property
+    def n_rows(self) -> int:
+        """Rows of the forward, without label rows."""
+        return len(self.slot)
+
+    @property
     def n_slots(self) -> int:
         """Token slots the model ran, padding included."""
         return self.grid[0] * self.grid[1]
+
+    @property
+    def dense(self) -> bool:
+        """Whether every token slot is a row, in order."""
+        found = self.cache.get("dense")
+        if found is None:
+            n = len(self.slot)
+            found = self.cache["dense"] = n == self.n_slots and bool((self.slot == np.arange(n)).all())
+        return bool(found)
 
     def frame_record(self, frame: int, event_seq: int, n_rows: int) -> NDArray[np.void]:
         """The 0-d :data:`~zkl_debug.schema.FRAME_DTYPE` record of this frame."""
@@ -73,6 +110,9 @@ class FrameRows:
         record["max_seqlen_q"] = self.max_seqlen_q
         record["micro_batch"] = self.micro_batch
         return record
+
+
+FrameRows.rows = _Late()  # type: ignore[assignment]
 
 
 def make_rows(
@@ -132,13 +172,10 @@ def padded_rows(
         phase: the rows' phase.
     """
     batch, seq = tokens.shape
-    parts, slots = [], []
-    for i in range(batch):
-        first = offsets[i] if offsets is not None else 0
-        ids = tokens[i, first : first + lengths[i]]
-        parts.append(sequence_rows(samples[i], ids, phase, prompt_lens[i] if prompt_lens is not None else None))
-        slots.append((first + np.arange(lengths[i])) * batch + i)
-    return _assemble((seq, batch), parts, slots, phase, lengths)
+    first = [offsets[i] if offsets is not None else 0 for i in range(batch)]
+    ids = [tokens[i, at : at + lengths[i]].copy() for i, at in enumerate(first)]
+    slots = [(at + np.arange(lengths[i])) * batch + i for i, at in enumerate(first)]
+    return _assemble((seq, batch), ids, samples, prompt_lens, slots, phase)
 
 
 def packed_rows(
@@ -160,12 +197,10 @@ def packed_rows(
         prompt_lens: prompt length of each sequence, if known.
         phase: the rows' phase.
     """
-    parts, slots = [], []
-    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        prompt = prompt_lens[i] if prompt_lens is not None else None
-        parts.append(sequence_rows(samples[i], tokens[start : start + length], phase, prompt))
-        slots.append(start + np.arange(length))
-    return _assemble((len(tokens), 1), parts, slots, phase, lengths)
+    spans = list(zip(starts, lengths, strict=True))
+    ids = [tokens[start : start + length].copy() for start, length in spans]
+    slots = [start + np.arange(length) for start, length in spans]
+    return _assemble((len(tokens), 1), ids, samples, prompt_lens, slots, phase)
 
 
 def spread_rows(whole: FrameRows, columns: I64) -> FrameRows:
@@ -230,14 +265,28 @@ def label_rows(rows: NDArray[np.void], label: NDArray[np.integer], extra_flags: 
 
 def _assemble(
     grid: tuple[int, int],
-    parts: list[NDArray[np.void]],
+    ids: list[NDArray[np.integer]],
+    samples: Sequence[int],
+    prompt_lens: Sequence[int] | None,
     slots: list[NDArray[np.int64]],
     phase: Phase,
-    lengths: Sequence[int],
 ) -> FrameRows:
-    rows = np.concatenate(parts) if parts else np.zeros(0, ROW_DTYPE)
+    """A frame of whole sequences, whose keys are worked out when they are asked for."""
+    lengths = [len(tokens) for tokens in ids]
     slot = np.concatenate(slots) if slots else np.zeros(0, np.int64)
-    last = np.cumsum(np.asarray(lengths, np.int64)) - 1 if len(lengths) else np.zeros(0, np.int64)
+    last = np.cumsum(np.asarray(lengths, np.int64)) - 1 if lengths else np.zeros(0, np.int64)
+
+    def rows() -> RowTable:
+        prompts = prompt_lens if prompt_lens is not None else [None] * len(ids)
+        parts = [sequence_rows(s, t, phase, p) for s, t, p in zip(samples, ids, prompts, strict=True)]
+        return np.concatenate(parts) if parts else np.zeros(0, ROW_DTYPE)
+
     return FrameRows(
-        grid, rows, slot.astype(np.int64), phase, len(lengths), int(max(lengths, default=0)), last.astype(np.int64)
+        grid,
+        late(rows),
+        slot.astype(np.int64),
+        phase,
+        len(lengths),
+        int(max(lengths, default=0)),
+        last.astype(np.int64),
     )

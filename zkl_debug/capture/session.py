@@ -7,65 +7,32 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils._python_dispatch import _disable_current_modes
 
+from zkl_debug.capture.batch import Batch
 from zkl_debug.capture.device import ChunkPool, DeviceFrame, Kernels
 from zkl_debug.capture.drain import Drain
 from zkl_debug.capture.frame import Block, OpenFrame
 from zkl_debug.capture.graphs import GraphWatch
-from zkl_debug.capture.layout import RowView, dtype_name, raw_rows, resolve
-from zkl_debug.capture.rows import FrameRows, label_rows
+from zkl_debug.capture.guard import Guard
+from zkl_debug.capture.labels import LABEL
+from zkl_debug.capture.layout import RowView, dtype_name, flattened, raw_rows, resolve
+from zkl_debug.capture.options import CaptureOptions, FirstRequests
+from zkl_debug.capture.rows import FrameRows
 from zkl_debug.capture.twins import Twins
 from zkl_debug.capture.viewing import ShardOf, digest_view, sharded, with_shard
 from zkl_debug.digest_torch import digest_tensor
-from zkl_debug.errors import ProbeError, UsageError
-from zkl_debug.schema import (
-    EventRecord,
-    Json,
-    Phase,
-    SiteBlock,
-    SiteKind,
-    SiteMeta,
-    StateRecord,
-    parse_site,
-    row_phase,
-)
+from zkl_debug.errors import ProbeError
+from zkl_debug.schema import U64, EventRecord, Json, SiteKind, SiteMeta, StateRecord, parse_site
 
 if TYPE_CHECKING:
     from zkl_debug.capture.forcing import Forcing
     from zkl_debug.store.writer import CaptureWriter
-
-
-@dataclass(frozen=True)
-class CaptureOptions:
-    """What to record.
-
-    Attributes:
-        level: ``digest`` (16 bytes a row and site), ``payload`` (digests and raw bits) or ``off`` (attached, silent).
-        sites: shell-style patterns of canonical site names; empty means all.
-        layers: inclusive range of layers whose sites are recorded; sites outside any layer always are.
-        budget: cap on payload bytes; None for no cap.
-        strict: raise probe failures instead of disabling the probe.
-        requests: record while one of the first so many generation requests runs; 0 for all.
-    """
-
-    level: str = "digest"
-    sites: tuple[str, ...] = ()
-    layers: tuple[int, int] | None = None
-    budget: int | None = None
-    strict: bool = False
-    requests: int = 0
-
-    def __post_init__(self) -> None:
-        if self.level not in ("digest", "payload", "off"):
-            raise UsageError(f"capture level {self.level!r}", "digest, payload or off")
 
 
 class CaptureSession:
@@ -90,8 +57,7 @@ class CaptureSession:
         self.step = -1
         self.weight_version = 0
         self.meta: dict[str, Json] = {}
-        self.not_recorded = 0  # frames beyond the requests that were asked for
-        self._requests: set[int] = set()
+        self._requests = FirstRequests(options.requests)
         self.in_forward = False  # between the model's first hook and its last
         self.kernels = Kernels()
         self.graphs: GraphWatch | None = None
@@ -100,22 +66,21 @@ class CaptureSession:
         self.seen_graph: set[str] = set()
         self._pool = ChunkPool()
         self._drain: Drain | None = None
+        self._batch: Batch | None = None
         self._frame: OpenFrame | None = None
         self._next_frame = 0
         self.shard_of: ShardOf | None = None
         self._wanted: dict[str, bool] = {}
+        self._dense: dict[
+            tuple[str, torch.Size, torch.dtype, tuple[int, int]], tuple[SiteMeta, NDArray[np.uint32]]
+        ] = {}
         self._lock = threading.RLock()
         self.path: list[str] = []  # modules being run, outermost first
 
     # ---- failure of the probe -------------------------------------------------------------------------------------
-    @contextmanager
-    def guarded(self, where: str) -> Any:
+    def guarded(self, where: str) -> Guard:
         """Run probe code: an exception disables the probe (or is raised when strict), never the program."""
-        try:
-            with torch.no_grad(), _disable_current_modes():
-                yield
-        except Exception as error:
-            self.fail(where, error)
+        return Guard(self, where)
 
     def fail(self, where: str, error: BaseException) -> None:
         """Disable the probe, remember why and say so on stderr.
@@ -142,26 +107,13 @@ class CaptureSession:
     def begin_frame(self, rows: FrameRows) -> None:
         """Open a frame; the one before it, if still open, is written."""
         self.end_frame()
-        if self.options.requests and not self._admits(rows):
+        if not self._requests.admit(rows):
             return
         if self.step >= 0 and rows.step < 0:
             rows.step = self.step
         rows.weight_version = self.weight_version
         self._frame = OpenFrame(self._next_frame, rows)
         self._next_frame += not rows.warmup
-
-    def _admits(self, rows: FrameRows) -> bool:
-        """Whether one of the first ``requests`` generation requests is in a frame; scoring frames have none."""
-        generated = row_phase(rows.rows["flags"]) != Phase.SCORE
-        if rows.warmup or not generated.any():
-            return True
-        samples = dict.fromkeys(rows.rows["sample"][generated].tolist())
-        room = self.options.requests - len(self._requests)
-        self._requests.update([sample for sample in samples if sample not in self._requests][:room])
-        if self._requests.isdisjoint(samples):
-            self.not_recorded += 1
-            return False
-        return True
 
     def end_frame(self) -> None:
         """Write the open frame, if any; a warm-up is dropped."""
@@ -178,18 +130,34 @@ class CaptureSession:
             return
         (self.seen_eager if frame.rows.graph < 0 else self.seen_graph).update(frame.seen)
         self.frames_written += 1
-        record = frame.rows.frame_record(frame.index, self.event_seq, frame.n_rows)
-
-        def file(table: NDArray[np.void], blocks: list[SiteBlock]) -> None:
-            assert self.writer is not None
-            self.writer.write_frame(record, table, blocks)
-
-        if frame.device is None and self._drain is None:
-            file(frame.table(), frame.finished())
+        frame.event_seq = self.event_seq
+        if frame.device is None and self._drain is None and not self._batch:
+            self._file(frame, [])
             return
         with self.guarded("read-out"):
+            batch = self._open_batch()
+            batch.add(frame)
+            if batch.full:
+                self._submit()
+
+    def _file(self, frame: OpenFrame, parts: list[U64]) -> None:
+        """Hand a frame to the writer: on the program's thread, or on that of the drain."""
+        assert self.writer is not None
+        blocks = frame.sites(parts)  # may add label rows, so it comes first
+        record = frame.rows.frame_record(frame.index, frame.event_seq, frame.n_rows)
+        self.writer.write_frame(record, frame.table(), blocks)
+
+    def _open_batch(self) -> Batch:
+        if self._batch is None:
+            self._batch = Batch(self._pool, self.kernels, self.twins, self._file)
+        return self._batch
+
+    def _submit(self) -> None:
+        """Have the frames so far read out."""
+        batch, self._batch = self._batch, None
+        if batch:
             self._drain = self._drain or Drain()
-            self._drain.submit(frame.job(self.device_frame(frame), file, self.twins))
+            self._drain.submit(batch.job())
 
     def _check_drain(self) -> None:
         if self._drain is not None and self._drain.failure is not None:
@@ -198,6 +166,7 @@ class CaptureSession:
     def flush(self) -> None:
         """Write the open frame and wait until every frame so far is durable."""
         self.end_frame()
+        self._submit()
         if self._drain is not None:
             self._drain.flush()
         if self.writer is not None:
@@ -206,6 +175,7 @@ class CaptureSession:
     def close(self) -> None:
         """Hand every frame to the writer and end the read-out."""
         self.end_frame()
+        self._submit()
         drain, self._drain = self._drain, None
         if drain is not None:
             drain.close()
@@ -214,9 +184,9 @@ class CaptureSession:
             self.errors.append(f"sites that shared one reading turned out to differ later: {pairs}")
 
     def device_frame(self, frame: OpenFrame) -> DeviceFrame:
-        """What the frame has on the device; made when first asked for."""
+        """What the frame and those read out with it have on the device; made when first asked for."""
         if frame.device is None:
-            frame.device = DeviceFrame(self._pool, self.kernels)
+            frame.device = self._open_batch().device
         return frame.device
 
     # ---- sites ----------------------------------------------------------------------------------------------------
@@ -264,10 +234,12 @@ class CaptureSession:
         if not self.wants(name):
             return False
         recording = self.recording
+        if not recording and self._record_again(frame, name, tensor):
+            return True
         if frame.rows.warmup and not recording:
             view = resolve(tensor, frame.rows, layout)
             if view is not None:  # keeps the order of execution among the sites inside the graphs
-                self._meta(name, self._flat(view) if flatten else view, kind, semantic)
+                self.meta_of(name, flattened(view) if flatten else view, kind, semantic)
                 self.kernels.warm(view.tensor.detach(), int(view.tensor.shape[0]))
             return False
         if recording and self.graphs is not None:
@@ -278,22 +250,41 @@ class CaptureSession:
             self.not_rows.setdefault(name, str(tuple(tensor.shape)))
             return False
         if flatten:
-            view = self._flat(view)
+            view = flattened(view)
         view = sharded(self.shard_of, name, view, semantic)
         if recording and view.shard is not None:
             self.out_of_reach(name, "a shard: the kernels inside a graph know no place in the whole row")
             return False
         if recording and self.graphs is not None:
-            meta = self._meta(name, view, kind, semantic)
+            meta = self.meta_of(name, view, kind, semantic)
             self.graphs.record(name, meta, view, self.options.level == "payload")
             return True
         self.record_view(name, view, kind=kind, semantic=semantic, source=tensor)
+        whole = view.take is None and view.shard is None and len(view.row) == frame.rows.n_rows
+        if whole and frame.rows.dense and tensor.is_inference():
+            self._dense[name, tensor.shape, tensor.dtype, frame.rows.grid] = (
+                self.meta_of(name, view, kind, semantic),
+                view.row,
+            )
         return True
 
-    @staticmethod
-    def _flat(view: RowView) -> RowView:
-        width = int(np.prod(view.row_shape, dtype=np.int64))
-        return RowView(view.tensor.reshape(view.tensor.shape[0], width), view.take, view.row, (width,))
+    def _record_again(self, frame: OpenFrame, name: str, tensor: torch.Tensor) -> bool:
+        """The short way of a decode step: a site that was resolved in a step like this one; False for the long way."""
+        rows = frame.rows
+        if rows.warmup or not tensor.is_inference() or self.forcing is not None or self.options.level != "digest":
+            return False
+        known = self._dense.get((name, tensor.shape, tensor.dtype, rows.grid))
+        if known is None or not rows.dense or not tensor.is_contiguous() or not self.kernels.takes(tensor):
+            return False
+        meta, row = known
+        pending = self.device_frame(frame).launch_rows(tensor, len(row))
+        if pending is None:
+            return False
+        filed = self.occurrence(frame, name)
+        if filed != name:
+            meta = self.meta_like(filed, meta)
+        frame.blocks.append(Block(meta, row, pending=pending))
+        return True
 
     def record_view(
         self,
@@ -322,7 +313,7 @@ class CaptureSession:
         view = sharded(self.shard_of, name, view, semantic)
         name = self.occurrence(frame, name) if not part else name
         frame.seen.setdefault(name, 1)
-        meta = self._meta(name, view, kind, semantic)
+        meta = self.meta_of(name, view, kind, semantic)
         if self.forcing is not None:
             table = np.concatenate([frame.rows.rows, *frame.labels]) if frame.labels else frame.rows.rows
             self.forcing.visit(name, view, kind, table[view.row], view.tensor if source is None else source)
@@ -348,7 +339,7 @@ class CaptureSession:
         """
         frame = self._frame
         unread = self.options.level != "payload" or self.forcing is not None or self.recording
-        if frame is None or unread or len(frame.rows.rows) == 0:
+        if frame is None or unread or frame.rows.n_rows == 0:
             return
         view = RowView(value.detach().reshape(1, -1), None, np.zeros(1, np.uint32), (value.numel(),))
         self.record_view(name, view, kind=SiteKind.CALL, semantic=semantic)
@@ -377,12 +368,31 @@ class CaptureSession:
         index = (frame.n_rows + np.arange(len(rows))).astype(np.uint32)
         frame.labels.append(rows)
         before = used.clone() if self.forcing is not None else used
-        self.record_view("logprobs/label:out.0", RowView(used, None, index, ()), kind=SiteKind.TAP, semantic="label")
+        self.record_view(LABEL, RowView(used, None, index, ()), kind=SiteKind.TAP, semantic="label")
         again = getattr(self.forcing, "looked_up_again", None)  # others that only look on change no label
         if again is not None and table is not None:
             selected = again(selected, table, before, used)
         view = RowView(selected.contiguous(), None, index, ())
         self.record_view(label_site, view, kind=SiteKind.TAP, semantic="selected")
+
+    def late(self, *tensors: torch.Tensor) -> bool:
+        """Whether what is recorded of these tensors may be worked out when the frame is filed."""
+        frame = self._frame
+        if (
+            frame is None
+            or frame.rows.warmup
+            or self.forcing is not None
+            or self.recording
+            or self.shard_of is not None
+        ):
+            return False
+        return all(self.kernels.takes(tensor) for tensor in tensors)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor on the host, to be read when the open frame is filed."""
+        if self._frame is None:
+            raise ProbeError("no frame is open")
+        return self.device_frame(self._frame).to_host(tensor)
 
     def parent_rows(self) -> NDArray[np.void]:
         """Rows of the open frame without label rows."""
@@ -399,7 +409,8 @@ class CaptureSession:
         head, port = name.rsplit(":", 1)
         return f"{head}#{count}:{port}"
 
-    def _meta(self, name: str, view: RowView, kind: SiteKind, semantic: str) -> SiteMeta:
+    def meta_of(self, name: str, view: RowView, kind: SiteKind, semantic: str) -> SiteMeta:
+        """The meta of a site, made when it is seen first."""
         known = self.metas.get(name)
         dtype = dtype_name(view.tensor)
         if known is None:
@@ -462,30 +473,6 @@ class CaptureSession:
             "outside_frames": dict(sorted(self.outside.items())),
             "unkeyed_rows": self.unkeyed_rows,
             "frames": self.frames_written,
-            "notes": self._notes(),
+            "notes": self._requests.notes(),
             "graphs": self.graphs.summary(self.seen_eager, self.seen_graph) if self.graphs is not None else None,
         }
-
-    def _notes(self) -> list[str]:
-        if not self.not_recorded:
-            return []
-        return [f"{self.not_recorded} forwards ran none of the first {self.options.requests} requests: not recorded"]
-
-
-def make_label_rows(
-    session: CaptureSession,
-    parents: NDArray[np.integer],
-    labels: NDArray[np.integer],
-    extra_flags: NDArray[Any] | int = 0,
-) -> NDArray[np.void]:
-    """Label rows for some rows of the open frame.
-
-    Args:
-        session: the session with an open frame.
-        parents: indices into the frame's rows, shape [n].
-        labels: label token of each, shape [n].
-        extra_flags: flags to add to each row, a scalar or shape [n].
-    """
-    rows = label_rows(session.parent_rows()[parents], labels)
-    rows["flags"] |= np.asarray(extra_flags, np.uint32)
-    return rows

@@ -13,22 +13,40 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from zkl_debug.capture.device import Pending
 from zkl_debug.schema import U64
 
 #: Every so many frames, all sites are read.
 RECHECK = 32
 
-Key = tuple[int, int, int, tuple[int, ...], torch.dtype, int]
+Key = tuple[int, int, tuple[int, ...], torch.dtype, int, int]
 
 
-def tensor_key(tensor: torch.Tensor, take: object) -> Key | None:
-    """Key of a tensor's bytes as they are now; None where nothing tells of writes (inference tensors).
+def memory_key(tensor: torch.Tensor, take: object, rows: int) -> Key | None:
+    """Key of the memory of a tensor, seen as ``rows`` rows; None where nothing tells of writes (inference tensors).
 
-    Whoever keeps a key must keep the tensor too: its memory is then not given to another.
+    Views of one shape or another that lie in the same memory without gaps are the same. Whoever keeps a key must keep
+    the tensor too: its memory is then not given to another.
     """
     if tensor.is_inference():
         return None
-    return (tensor.data_ptr(), tensor._version, tensor.numel(), tensor.stride(), tensor.dtype, id(take))
+    stride = () if tensor.is_contiguous() else tensor.stride()
+    return (tensor.data_ptr(), tensor.numel(), stride, tensor.dtype, id(take), rows)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The last reading of some memory in a frame: what was read, its version then, for which site, and where it is."""
+
+    tensor: torch.Tensor
+    version: int
+    site: str
+    pending: Pending
+
+    def written_since(self, tensor: torch.Tensor) -> bool:
+        """Whether the version counter says so. A lower one belongs to a new tensor over the same memory: it says
+        nothing, and whether the two are one is for :class:`Twins` to find out."""
+        return tensor._version > self.version
 
 
 @dataclass
@@ -42,6 +60,10 @@ class Twins:
     def trusted(self, phase: int, frame: int, first: str, second: str) -> bool:
         """Whether ``second`` may take the digests of ``first`` in this frame."""
         return frame % RECHECK != 0 and (phase, first, second) in self.known
+
+    def refuses(self, phase: int, first: str, second: str) -> bool:
+        """Whether the two were once unequal."""
+        return (phase, first, second) in self.refuted
 
     def judge(self, phase: int, first: str, second: str, a: U64, b: U64) -> None:
         """Both were read: remember whether they were equal."""

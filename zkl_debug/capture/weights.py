@@ -45,9 +45,9 @@ class WeightWatch:
     def before_frame(self, rows: FrameRows) -> None:
         """Called before each forward that will be a frame; ``rows`` are its rows."""
         session = self._session
-        if session.writer is None or rows.warmup or session.recording or not len(rows.rows):
+        if session.writer is None or rows.warmup or session.recording or not rows.n_rows:
             return
-        phase = Phase(int(row_phase(rows.rows["flags"]).min()))
+        phase = rows.phase if rows.phase is not Phase.MIXED else Phase(int(row_phase(rows.rows["flags"]).min()))
         turned, self._phase = phase != self._phase, phase
         known = (session.step, session.weight_version)
         if self._seen is not None and self._seen == known:

@@ -149,7 +149,8 @@ def find_drift(
 @contextmanager
 def _stored(folder: Path, loop: GrpoLoop) -> Iterator[CaptureSession]:
     """A capture without frames: events and state of the loop."""
-    from zkl_debug.capture.session import CaptureOptions, CaptureSession
+    from zkl_debug.capture.options import CaptureOptions
+    from zkl_debug.capture.session import CaptureSession
     from zkl_debug.store.writer import CaptureWriter
 
     meta = {"bed": {"bed": "grpo", **{k: str(v) for k, v in vars(loop.options).items()}}}

@@ -148,12 +148,6 @@ class MegatronAdapter:
         order = list(dict.fromkeys(step.request.tolist()))
         new = {rid: int(sampled[i]) for i, rid in enumerate(order) if i < len(sampled)}
         labels = np.full(len(step.request), -1, np.int64)
-        if len(order) == len(step.request):  # one row each: cheaper without arrays
-            for i, (rid, position) in enumerate(zip(step.request.tolist(), step.position.tolist(), strict=True)):
-                entry = self.history.requests.get(rid)
-                further = entry is not None and position + 1 < len(entry.tokens)
-                labels[i] = entry.tokens[position + 1] if entry is not None and further else new.get(rid, -1)
-            return labels
         for rid in order:
             index = np.flatnonzero(step.request == rid)
             entry = self.history.requests.get(rid)

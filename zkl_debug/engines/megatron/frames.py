@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.rows import FrameRows, make_rows, packed_rows, padded_rows, spread_rows, warmup_rows
+from zkl_debug.capture.rows import FrameRows, late, make_rows, packed_rows, padded_rows, spread_rows, warmup_rows
 from zkl_debug.digest import extend_prefix, prefix_digests
 from zkl_debug.schema import Phase, RowFlag
 
@@ -31,11 +32,96 @@ class RequestTokens:
 
 
 @dataclass
+class DecodeRun:
+    """Steps that run one further token of each of the same requests, as nearly all steps of a generation do.
+
+    What such a step costs grows neither with the length of the sequences nor, but for numpy, with their number. Tokens
+    are given to the requests when somebody asks for them.
+
+    Attributes:
+        request, position: of the last step, int64 [n].
+        prefix: digests up to and with the last step's tokens, uint64 [n, 2].
+        entries: what is known of each request.
+        prompt_len: int64 [n].
+        flags: flags of every row of the run, uint32 [n].
+        tokens: of each step that the requests do not have yet, int64 [n].
+    """
+
+    request: NDArray[np.int64]
+    position: NDArray[np.int64]
+    prefix: NDArray[np.uint64]
+    entries: list[RequestTokens]
+    prompt_len: NDArray[np.int64]
+    flags: NDArray[np.uint32]
+    tokens: list[NDArray[np.int64]] = field(default_factory=list)
+
+    @classmethod
+    def behind(
+        cls, entries: list[RequestTokens], request: NDArray[np.int64], position: NDArray[np.int64]
+    ) -> DecodeRun | None:
+        """The run that begins behind these positions; None unless every request has run exactly up to its own."""
+        if len({id(e) for e in entries}) != len(entries):
+            return None
+        if any(
+            e.last is None or not e.started or not e.covered == len(e.tokens) == p + 1
+            for e, p in zip(entries, position.tolist(), strict=True)
+        ):
+            return None
+        flags = np.full(len(entries), int(Phase.DECODE), np.uint32)
+        flags[[entry.cached > 0 for entry in entries]] |= np.uint32(RowFlag.AFTER_CACHE_HIT)
+        prompt_len = np.array([entry.prompt_len for entry in entries], np.int64)
+        prefix = np.array([entry.last for entry in entries], np.uint64).reshape(-1, 2)
+        return cls(request, position, prefix, entries, prompt_len, flags)
+
+    def continues(self, request: NDArray[np.int64], position: NDArray[np.int64]) -> bool:
+        """Whether a step is the next of the run."""
+        return np.array_equal(request, self.request) and np.array_equal(position, self.position + 1)
+
+    def advance(
+        self, position: NDArray[np.int64], token: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+        """Prefix digests and flags of the next step's rows."""
+        self.prefix = extend_prefix(self.prefix, token.astype(np.int32), position)
+        self.position = position
+        self.tokens.append(token)
+        flags = self.flags.copy()
+        flags[position >= self.prompt_len] |= np.uint32(RowFlag.GENERATED)
+        flags[position == self.prompt_len] |= np.uint32(RowFlag.FIRST_DECODE)
+        return self.prefix, flags
+
+    def settle(self) -> None:
+        """Give the requests the tokens that were run."""
+        if not self.tokens:
+            return
+        new, self.tokens = np.stack(self.tokens, axis=1).tolist(), []
+        for entry, tokens, prefix in zip(self.entries, new, self.prefix, strict=True):
+            entry.tokens.extend(tokens)
+            entry.last, entry.covered = prefix, entry.covered + len(tokens)
+
+
+@dataclass
 class EngineHistory:
     """Tokens of every request an engine has run, so that a step's rows can be keyed by their whole prefix."""
 
-    requests: dict[int, RequestTokens] = field(default_factory=dict)
+    known: dict[int, RequestTokens] = field(default_factory=dict)
     step: int = 0
+    run: DecodeRun | None = None
+
+    @property
+    def requests(self) -> dict[int, RequestTokens]:
+        """All requests, with all their tokens."""
+        if self.run is not None:
+            self.run.settle()
+        return self.known
+
+    def decoding(self, request: NDArray[np.int64], position: NDArray[np.int64]) -> bool:
+        """Whether a step runs one further token of every request; then :attr:`run` is what it belongs to."""
+        if self.run is not None and self.run.continues(request, position):
+            return True
+        found = [self.requests.get(rid) for rid in request.tolist()]
+        entries = [entry for entry in found if entry is not None]
+        self.run = DecodeRun.behind(entries, request, position - 1) if len(entries) == len(found) else None
+        return self.run is not None
 
     def add(self, request_id: int, prompt: list[int], *, first_chunk: bool) -> None:
         """A request was admitted with this prompt, or a further chunk of it was scheduled.
@@ -46,6 +132,7 @@ class EngineHistory:
         known = self.requests.get(request_id)
         if known is not None and not first_chunk:
             return
+        self.run = None
         length = len(prompt)
         if (
             known is not None
@@ -53,7 +140,7 @@ class EngineHistory:
             and known.tokens[: known.prompt_len] == prompt[: known.prompt_len]
         ):
             length = known.prompt_len
-        self.requests[request_id] = RequestTokens(list(prompt), length)
+        self.known[request_id] = RequestTokens(list(prompt), length)
 
 
 @dataclass
@@ -63,6 +150,7 @@ class StepRequests:
     request: NDArray[np.int64]  # [n]
     position: NDArray[np.int64]  # [n]
     keyed: NDArray[np.int64]  # rows of the step that have a key, indices into [n]
+    prompt_len: NDArray[np.int64] | None = None  # [n]; only where every request runs one token, its last
 
 
 def dynamic_step(context: Any, history: EngineHistory) -> tuple[FrameRows, StepRequests]:
@@ -80,15 +168,21 @@ def dynamic_step(context: Any, history: EngineHistory) -> tuple[FrameRows, StepR
     request = context.request_ids[slots].cpu().numpy().astype(np.int64)
     position = context.token_to_pos_ids[:n].cpu().numpy().astype(np.int64)
     token = context.token_to_input_ids[:n].cpu().numpy().astype(np.int64)
+    graph = padded if context.using_cuda_graph_this_step() else -1
     decode_end = int(context.paused_request_count) + int(context.num_decode_requests)
     is_decode = slots.cpu().numpy() < decode_end
+    if n and is_decode.all() and history.decoding(request, position):
+        assert history.run is not None
+        frame = _decode_frame(history.run, history.step, position, token, (padded, 1), graph)
+        history.step += 1
+        return frame, StepRequests(request, position, frame.slot, history.run.prompt_len)
+    known, history.run = history.requests, None
     prefix = np.zeros((n, 2), np.uint64)
     flags = np.zeros(n, np.uint32)
     keyed = np.ones(n, bool)
-    one_each = _key_decode(history, request, position, token, is_decode, prefix, flags)
-    for rid in () if one_each else dict.fromkeys(request.tolist()):
+    for rid in dict.fromkeys(request.tolist()):
         index = np.flatnonzero(request == rid)
-        entry = history.requests.get(rid)
+        entry = known.get(rid)
         if entry is None:
             keyed[index] = False
             continue
@@ -108,46 +202,41 @@ def dynamic_step(context: Any, history: EngineHistory) -> tuple[FrameRows, StepR
         max_seqlen_q=int(counts.max(initial=0)),
         last=last.astype(np.int64) if len(rows_at) == n else np.zeros(0, np.int64),
         micro_batch=history.step,
-        graph=padded if context.using_cuda_graph_this_step() else -1,
+        graph=graph,
     )
     history.step += 1
     return frame, StepRequests(request, position, rows_at.astype(np.int64))
 
 
-def _key_decode(
-    history: EngineHistory,
-    request: NDArray[np.int64],
+def _decode_frame(
+    run: DecodeRun,
+    step: int,
     position: NDArray[np.int64],
     token: NDArray[np.int64],
-    is_decode: NDArray[np.bool_],
-    prefix: NDArray[np.uint64],
-    flags: NDArray[np.uint32],
-) -> bool:
-    """Key a step in which every request runs the one token behind those it has run; False when it is not such a step.
+    grid: tuple[int, int],
+    graph: int,
+) -> FrameRows:
+    """A step in which every request runs one token."""
+    prefix, flags = run.advance(position, token)
+    request = run.request
+    every = _arange(len(position))
+    return FrameRows(
+        grid=grid,
+        rows=late(lambda: make_rows(request, position, token, prefix, flags)),
+        slot=every,
+        phase=Phase.DECODE,
+        n_seqs=len(position),
+        max_seqlen_q=1,
+        last=every,
+        micro_batch=step,
+        graph=graph,
+    )
 
-    Such are nearly all steps of a generation, and what they cost does not grow with the length of the sequences.
-    """
-    found = [history.requests.get(rid) for rid in request.tolist()]
-    entries = [entry for entry in found if entry is not None]
-    if len(entries) != len(found) or not is_decode.all() or len({id(e) for e in entries}) != len(entries):
-        return False
-    places = position.tolist()
-    if any(
-        e.last is None or not e.started or not e.covered == len(e.tokens) == p
-        for e, p in zip(entries, places, strict=True)
-    ):
-        return False
-    before = np.array([entry.last for entry in entries], np.uint64).reshape(-1, 2)
-    prefix[:] = extend_prefix(before, token.astype(np.int32), position)
-    for entry, value, row in zip(entries, token.tolist(), prefix, strict=True):
-        entry.tokens.append(value)
-        entry.last, entry.covered = row, entry.covered + 1
-    ends = np.array([entry.prompt_len for entry in entries], np.int64)
-    flags[:] = int(Phase.DECODE)
-    flags[position >= ends] |= np.uint32(RowFlag.GENERATED)
-    flags[position == ends] |= np.uint32(RowFlag.FIRST_DECODE)
-    flags[[entry.cached > 0 for entry in entries]] |= np.uint32(RowFlag.AFTER_CACHE_HIT)
-    return True
+
+@functools.lru_cache(maxsize=256)
+def _arange(n: int) -> NDArray[np.int64]:
+    """0 .. n-1; shared, so not to be changed."""
+    return np.arange(n, dtype=np.int64)
 
 
 def _key_request(

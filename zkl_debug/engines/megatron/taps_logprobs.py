@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from zkl_debug.capture.session import make_label_rows
+from zkl_debug.capture.device import to_device
+from zkl_debug.capture.labels import make_label_rows, record_late_labels
 from zkl_debug.engines.megatron.frames import scoring_rows
 from zkl_debug.schema import RowFlag
 
 if TYPE_CHECKING:
     from zkl_debug.capture.api import Capture
+    from zkl_debug.capture.frame import OpenFrame
     from zkl_debug.engines.megatron.adapter import MegatronAdapter
+    from zkl_debug.engines.megatron.frames import StepRequests
 
 LOG_SOFTMAX = "logprobs/log_softmax"
 SELECTED = "logprobs/selected:out.0"
@@ -76,12 +80,45 @@ def _selected_dynamic(capture: Capture, adapter: MegatronAdapter, function: Call
     @functools.wraps(function)
     def tapped(context: Any, logits: torch.Tensor, new_tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         selected, log_probs = function(context, logits, new_tokens, *args, **kwargs)
-        if _active(capture) and adapter.step_requests is not None:
+        step = adapter.step_requests
+        if _active(capture) and step is not None:
             with capture.session.guarded(SELECTED):
-                _record_dynamic(capture, adapter, new_tokens, selected, log_probs)
+                if not _record_decode(capture, step, new_tokens, selected, log_probs):
+                    _record_dynamic(capture, adapter, new_tokens, selected, log_probs)
         return selected, log_probs
 
     return tapped
+
+
+def _record_decode(
+    capture: Capture, step: StepRequests, new_tokens: torch.Tensor, selected: torch.Tensor, log_probs: torch.Tensor
+) -> bool:
+    """Label rows of a step that ran the last token of every request: each is scored against the token just sampled.
+
+    All of it on the device, without waiting for it; False where it must go the long way.
+    """
+    ends, n = step.prompt_len, len(step.request)
+    if (
+        ends is None
+        or not selected.shape[0] == new_tokens.shape[0] == n
+        or not capture.session.late(selected, new_tokens)
+    ):
+        return False
+    sampled = new_tokens.detach().to(torch.int64)
+    value = selected.detach().float()
+    table = log_probs.detach()
+    inside = sampled.clamp(0, table.shape[-1] - 1)
+    found = table[:n].gather(1, inside[:, None]).squeeze(1).float()
+    matches = (found.view(torch.int32) == value.view(torch.int32)) & (sampled >= 0)
+    used = torch.where(matches, sampled, -1)
+    both = capture.session.to_host(torch.stack([used, sampled]))
+    made = step.position + 1 >= ends
+    flags = np.where(made, np.uint32(RowFlag.GENERATED), np.uint32(0))
+
+    def intended(_rows: NDArray[np.void]) -> tuple[NDArray[np.integer], NDArray[Any]]:
+        return both[1].numpy(), flags
+
+    return record_late_labels(capture.session, SELECTED, step.keyed, used, selected.detach(), intended, both[0])
 
 
 def _record_dynamic(
@@ -196,6 +233,8 @@ def _score_selected(capture: Capture, function: Callable[..., Any]) -> Callable[
                 width = int(result.shape[1])
                 has_label = np.flatnonzero(column < width)
                 at = torch.from_numpy((frame.rows.slot[has_label] % batch) * width + column[has_label])
+                if _record_scored_late(capture, has_label, at, labels, result):
+                    return result
                 used = np.full(len(column), -1, np.int64)
                 used[has_label] = labels.reshape(-1).cpu()[at].numpy()
                 value = torch.zeros(len(column), dtype=result.dtype)
@@ -206,31 +245,45 @@ def _score_selected(capture: Capture, function: Callable[..., Any]) -> Callable[
     return tapped
 
 
+def _record_scored_late(
+    capture: Capture, has_label: NDArray[np.int64], at: torch.Tensor, labels: torch.Tensor, result: torch.Tensor
+) -> bool:
+    """:func:`_record_scored` on the device, without waiting for it; False where it must go the long way."""
+    if labels.dtype != torch.int64 or not capture.session.late(labels, result):
+        return False
+    where = to_device(at.numpy(), result.device)
+    used = labels.detach().reshape(-1).index_select(0, where)
+    value = result.detach().reshape(-1).index_select(0, where)
+
+    frame = capture.session.frame
+
+    def intended(rows: NDArray[np.void]) -> tuple[NDArray[np.integer], NDArray[Any]]:
+        following, generated = _following(rows, frame)
+        return following[has_label], generated[has_label]
+
+    return record_late_labels(capture.session, SELECTED, has_label, used, value, intended)
+
+
 def _record_scored(capture: Capture, used: np.ndarray[Any, Any], value: torch.Tensor) -> None:
     """Label rows of a scoring frame: the intended label of a row is the token of its sample's next row."""
-    parents = capture.session.parent_rows()
-    frame = capture.session.frame
-    if frame is not None and frame.rows.following is not None:
-        _record_labels(capture, frame.rows.following, frame.rows.cache["following_flags"], used, value)
-        return
-    following = np.full(len(parents), -1, np.int64)
-    same = (parents["sample"][1:] == parents["sample"][:-1]) & (parents["position"][1:] == parents["position"][:-1] + 1)
-    following[:-1] = np.where(same, parents["token"][1:], -1)
-    generated = np.zeros(len(parents), np.uint32)
-    generated[:-1] = np.where(same, parents["flags"][1:] & np.uint32(RowFlag.GENERATED), 0)
-    _record_labels(capture, following, generated, used, value)
-
-
-def _record_labels(
-    capture: Capture,
-    following: np.ndarray[Any, Any],
-    generated: np.ndarray[Any, Any],
-    used: np.ndarray[Any, Any],
-    value: torch.Tensor,
-) -> None:
-    """``following`` is the token behind each row of the frame, ``generated`` the flag of that token."""
+    following, generated = _following(capture.session.parent_rows(), capture.session.frame)
     keep = np.flatnonzero((following >= 0) & (used >= 0))
     if len(keep) == 0:
         return
     rows = make_label_rows(capture.session, keep, following[keep], generated[keep])
     capture.session.record_labels(SELECTED, rows, value[torch.from_numpy(keep)], torch.from_numpy(used[keep]))
+
+
+def _following(parents: NDArray[np.void], frame: OpenFrame | None) -> tuple[NDArray[np.integer], NDArray[Any]]:
+    """Of each row the token of its sample's next row, or -1, and ``GENERATED`` where that token was generated.
+
+    Where this rank has a part of each sequence, its frame knows the tokens behind it.
+    """
+    if frame is not None and frame.rows.following is not None:
+        return frame.rows.following, frame.rows.cache["following_flags"]
+    following = np.full(len(parents), -1, np.int64)
+    same = (parents["sample"][1:] == parents["sample"][:-1]) & (parents["position"][1:] == parents["position"][:-1] + 1)
+    following[:-1] = np.where(same, parents["token"][1:], -1)
+    generated = np.zeros(len(parents), np.uint32)
+    generated[:-1] = np.where(same, parents["flags"][1:] & np.uint32(RowFlag.GENERATED), 0)
+    return following, generated

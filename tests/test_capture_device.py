@@ -1,0 +1,87 @@
+"""The way of a GPU through a capture, with kernels that run on a CPU: what comes out is what a CPU capture holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_capture_graphs import FakeKernels
+
+from zkl_debug.beds.bed import BedOptions
+from zkl_debug.beds.record import RecordOptions, record_bed
+from zkl_debug.capture import labels, session
+from zkl_debug.capture.twins import Twins
+from zkl_debug.store.reader import open_capture
+
+
+class Everything(FakeKernels):
+    """Takes whatever has whole lanes, as the kernel of a GPU does."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+        return True
+
+
+def _rows_by_site(folder: Path) -> dict[str, set[tuple[Any, ...]]]:
+    """Of each site, its rows by key with their digests."""
+    with open_capture(folder) as found:
+        assert found.manifest["probe"] == {"ok": True, "errors": []}
+        fields = ["frame", "sample", "position", "token", "prefix", "flags"]
+        made = {}
+        for name, site in found.sites.items():
+            rows = found.rows[np.array(site.rows)]
+            digest = np.array(site.digest)
+            made[name] = {(*(r[f].tobytes() for f in fields), d.tobytes()) for r, d in zip(rows, digest, strict=True)}
+        return made
+
+
+@pytest.mark.parametrize("level", ["digest", "payload"])
+def test_a_bed_captured_through_a_device_holds_the_rows_of_a_capture_on_the_host(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, record = BedOptions(bed="tiny-gpt", stack=False), RecordOptions(level, certify=False)
+    record_bed(options, tmp_path / "host", record)
+    late: list[int] = []
+    blocks = labels.LateLabels.blocks
+
+    def counted(self: labels.LateLabels, *args: Any) -> Any:
+        late.append(len(self.parents))
+        return blocks(self, *args)
+
+    monkeypatch.setattr(session, "Kernels", Everything)
+    monkeypatch.setattr(labels.LateLabels, "blocks", counted)
+    record_bed(options, tmp_path / "device", record)
+    assert len(late) > 10  # scoring batches and decode steps
+    for side in ("train", "gen"):
+        host, device = _rows_by_site(tmp_path / "host" / side), _rows_by_site(tmp_path / "device" / side)
+        assert set(host) == set(device)
+        for name, rows in host.items():
+            assert device[name] == rows, name
+
+
+def test_memory_that_was_written_is_read_again_whatever_the_version_of_a_new_tensor_over_it() -> None:
+    """x, then x + 1 in place, then a tensor of its own counter over the same memory: x must not be taken for it."""
+    from zkl_debug.capture.twins import Reading, memory_key
+
+    x = torch.zeros(4, 8)
+    first = Reading(x, x._version, "a:out", None)  # type: ignore[arg-type]
+    assert not first.written_since(x)
+    x.add_(1)
+    assert first.written_since(x)
+    fresh = torch.empty(0)
+    fresh.data = x
+    assert fresh._version == 0
+    assert memory_key(fresh, None, 4) == memory_key(x, None, 4) == memory_key(x.view(4, 2, 4), None, 4)
+    twins = Twins()
+    zero, one = np.zeros((4, 2), np.uint64), np.ones((4, 2), np.uint64)
+    assert not twins.trusted(0, 1, "a:out", "b:out")  # nothing is shared before it was seen equal
+    twins.judge(0, "a:out", "b:out", zero, zero)
+    assert twins.trusted(0, 1, "a:out", "b:out")
+    assert not twins.trusted(0, 32, "a:out", "b:out")  # read again every so often
+    twins.judge(0, "a:out", "b:out", zero, one)
+    assert twins.refuses(0, "a:out", "b:out")
+    assert ("a:out", "b:out") in {pair[1:] for pair in twins.betrayed}
+    twins.judge(0, "a:out", "b:out", zero, zero)
+    assert not twins.trusted(0, 1, "a:out", "b:out")  # never again

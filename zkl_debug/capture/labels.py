@@ -1,0 +1,129 @@
+"""Label rows whose labels are still on a device when they are recorded: made when the frame is filed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from zkl_debug.capture.device import Pending, payload_bits
+from zkl_debug.capture.layout import RowView
+from zkl_debug.capture.rows import label_rows
+from zkl_debug.schema import U64, SiteBlock, SiteKind, SiteMeta
+
+if TYPE_CHECKING:
+    from zkl_debug.capture.frame import OpenFrame
+    from zkl_debug.capture.session import CaptureSession
+
+#: Site of the label that was really used.
+LABEL = "logprobs/label:out.0"
+#: Of a frame's rows: the intended label of each candidate (negative: none) and flags to add.
+Intended = Callable[[NDArray[np.void]], tuple[NDArray[np.integer], NDArray[Any]]]
+
+
+@dataclass(frozen=True)
+class LateSite:
+    """A site over all candidates, on the device."""
+
+    meta: SiteMeta
+    pending: Pending
+
+
+@dataclass(frozen=True)
+class LateLabels:
+    """Candidates for label rows.
+
+    Attributes:
+        parents: row of each, shape [m].
+        used: label that was used for each, int64 [m] on the host; there once the frame's copies are done.
+        intended: see :data:`Intended`.
+        sites: what is recorded on these rows.
+    """
+
+    parents: NDArray[np.integer]
+    used: torch.Tensor
+    intended: Intended
+    sites: tuple[LateSite, ...]
+
+    def blocks(self, frame: OpenFrame, parts: list[U64]) -> list[SiteBlock]:
+        """The sites; adds the label rows to the frame. Candidates without a label are left out."""
+        rows = frame.rows.rows
+        label, flags = self.intended(rows)
+        keep = np.flatnonzero((label >= 0) & (self.used.numpy() >= 0))
+        if len(keep) == 0:
+            return []
+        index = (frame.n_rows + np.arange(len(keep))).astype(np.uint32)
+        made = label_rows(rows[self.parents[keep]], label[keep])
+        made["flags"] |= flags[keep].astype(np.uint32)
+        frame.labels.append(made)
+        found = []
+        for site in self.sites:
+            at = site.pending
+            payload = payload_bits(at)
+            digest = parts[at.part][at.start : at.start + at.rows][keep]
+            found.append(SiteBlock(site.meta, index, digest, None if payload is None else payload[keep]))
+        return found
+
+
+def record_late_labels(
+    session: CaptureSession,
+    label_site: str,
+    parents: NDArray[np.integer],
+    used: torch.Tensor,
+    selected: torch.Tensor,
+    intended: Intended,
+    host: torch.Tensor | None = None,
+) -> bool:
+    """:meth:`CaptureSession.record_labels` while labels and log-probs are on a device, without waiting for them.
+
+    Args:
+        session: the session with an open frame.
+        label_site: site of the selected log-prob.
+        parents: rows of the frame, shape [m].
+        used: label that was used for each, int64 [m], negative where there is none.
+        selected: log-probs, float32 [m].
+        intended: called when the frame is filed, with its row table.
+        host: ``used`` on the host, if :meth:`CaptureSession.to_host` has copied it already.
+
+    Returns:
+        False where labels must be recorded at once: on a CPU, or under forcing.
+    """
+    frame = session.frame
+    if frame is None or not session.late(used, selected):
+        return False
+    sites = []
+    index = np.zeros(len(parents), np.uint32)  # the rows are known when the frame is filed
+    for name, tensor, semantic in ((LABEL, used, "label"), (label_site, selected, "selected")):
+        if not session.wants(name):
+            continue
+        view = RowView(tensor.contiguous(), None, index, ())
+        pending = session.device_frame(frame).launch(view, session.options.level == "payload")
+        if pending is None:
+            return False
+        sites.append(LateSite(session.meta_of(session.occurrence(frame, name), view, SiteKind.TAP, semantic), pending))
+    known = host if host is not None else session.to_host(used)
+    frame.deferred.append(LateLabels(np.asarray(parents), known, intended, tuple(sites)))
+    return True
+
+
+def make_label_rows(
+    session: CaptureSession,
+    parents: NDArray[np.integer],
+    labels: NDArray[np.integer],
+    extra_flags: NDArray[Any] | int = 0,
+) -> NDArray[np.void]:
+    """Label rows for some rows of the open frame.
+
+    Args:
+        session: the session with an open frame.
+        parents: indices into the frame's rows, shape [n].
+        labels: label token of each, shape [n].
+        extra_flags: flags to add to each row, a scalar or shape [n].
+    """
+    rows = label_rows(session.parent_rows()[parents], labels)
+    rows["flags"] |= np.asarray(extra_flags, np.uint32)
+    return rows

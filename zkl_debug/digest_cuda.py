@@ -1,0 +1,281 @@
+"""multilinear-128 as a CUDA kernel: near the bandwidth of the memory, and several tensors in one launch.
+
+The source, ``digest_cuda.cu``, is compiled by NVRTC, which every torch for CUDA brings along, once a process; what it
+computes are the bits of :mod:`zkl_debug.digest`. A launch is one call of the driver with all sizes by value: it copies
+nothing, waits for nothing, and can be recorded into a CUDA graph. Every kernel is loaded with the first, so that none
+has to be loaded during a recording.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zkl_debug import digest
+from zkl_debug.lanes import LaneView
+
+#: Tensors of one launch at most.
+ENTRIES = 32
+_MANY_FROM_ROWS = 2048  # from here on a warp reads eight rows side by side
+_WARPS = 8
+_FIRST_LANES = 1 << 17
+_HEADER = struct.Struct("<QqiI")
+_ENTRY = struct.Struct("<QQQqiiiiiiii")
+_SINGLE = struct.Struct("<QqiIQQQqiiiiiiii")
+_NVRTC = ("libnvrtc.so.13", "libnvrtc.so.12")
+
+
+class CudaError(Exception):
+    """The kernel cannot be compiled, loaded or launched here."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the digests of a view go.
+
+    Attributes:
+        view: the rows.
+        out: device address of int64 [n, 2], aligned to 8 bytes.
+        dest: device address of int64 [rows], the output row of each row or -1 to drop it; 0 when they are in order.
+        lane_offset: index of the first lane in the whole row, for shards.
+    """
+
+    view: LaneView
+    out: int
+    dest: int = 0
+    lane_offset: int = 0
+
+
+class Launcher:
+    """The loaded kernels of one device.
+
+    Raises:
+        CudaError: NVRTC or the driver cannot be used.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.index = device.index if device.index is not None else torch.cuda.current_device()
+        self.device = torch.device("cuda", self.index)
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        major, minor = torch.cuda.get_device_capability(self.index)
+        with torch.cuda.device(self.index):
+            torch.zeros(1, device=self.device)  # the context exists from here on
+            self._functions = _load(self._driver, cubin(f"sm_{major}{minor}"))
+        self._launch = self._driver.cuLaunchKernel
+        self._local = threading.local()
+        self._weights: list[torch.Tensor] = []
+        self._lanes = self._table = 0
+        self.weights(1)
+
+    def weights(self, lanes: int) -> torch.Tensor:
+        """Weights of lanes 0 .. n-1 (n >= ``lanes``) as (low, high) pairs, int64 [2, n].
+
+        A table that was outgrown stays allocated: a CUDA graph may hold its address.
+        """
+        if not self._weights or self._weights[-1].shape[1] < lanes:
+            size = max(_FIRST_LANES, 1 << (lanes - 1).bit_length())
+            with torch.inference_mode(mode=False):
+                self._weights.append(torch.from_numpy(encoded_weights(size)).to(self.device))
+            self._lanes, self._table = size, self._weights[-1].data_ptr()
+        return self._weights[-1]
+
+    def launch_one(self, view: LaneView, out: int, dest: int = 0) -> None:
+        """:meth:`launch` of one view: what every site of a forward goes through, so it is short.
+
+        Raises:
+            CudaError: the driver refuses.
+        """
+        rows, lanes, stride, inner, apart = view.rows, view.lanes, view.stride, view.inner, view.group_stride
+        if lanes > self._lanes:
+            self.weights(lanes)
+        if not 0 < inner < lanes:
+            inner, apart = lanes, 0
+        wide = not (view.address & 15 or (stride | lanes | inner | apart) & 3)
+        few = rows < _MANY_FROM_ROWS
+        shift, blocks = _shape(rows, lanes, few)
+        buffer, arguments = self._buffer()
+        _SINGLE.pack_into(
+            buffer, 0, self._table, self._lanes, 1, 0,
+            view.address, out, dest, stride, rows, lanes, inner, apart, 0, shift, 0, not few,
+        )  # fmt: skip
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        status = self._launch(
+            self._functions[few, wide], blocks, 1, 1, 32 * _WARPS, 1, 1, 0, ctypes.c_void_p(stream), arguments, None
+        )
+        if status != 0:
+            raise CudaError(f"the driver refused the digest kernel: CUDA error {status}")
+
+    def launch(self, targets: Sequence[Target]) -> None:
+        """Write the digests of up to :data:`ENTRIES` views on the current stream, all in one launch.
+
+        Raises:
+            CudaError: the driver refuses.
+        """
+        table = self.weights(max(t.view.lanes + t.lane_offset for t in targets))
+        few = all(t.view.rows < _MANY_FROM_ROWS for t in targets)
+        wide = all(_is_wide(t) for t in targets)
+        buffer, arguments = self._buffer()
+        _HEADER.pack_into(buffer, 0, table.data_ptr(), table.shape[1], len(targets), 0)
+        blocks, at = 0, _HEADER.size
+        for target in targets:
+            view = target.view
+            shift, count = _shape(view.rows, view.lanes, few)
+            grouped = 0 < view.inner < view.lanes
+            inner, apart = (view.inner, view.group_stride) if grouped else (view.lanes, 0)
+            _ENTRY.pack_into(
+                buffer, at, view.address, target.out, target.dest, view.stride,
+                view.rows, view.lanes, inner, apart, target.lane_offset, shift, blocks, not few,
+            )  # fmt: skip
+            blocks, at = blocks + count, at + _ENTRY.size
+        function = self._functions[few, wide]
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        status = self._launch(function, blocks, 1, 1, 32 * _WARPS, 1, 1, 0, ctypes.c_void_p(stream), arguments, None)
+        if status != 0:
+            raise CudaError(f"the driver refused the digest kernel: CUDA error {status}")
+
+    def _buffer(self) -> tuple[Any, Any]:
+        """Memory for the table of a launch, one a thread; the driver has copied it when the call returns."""
+        known = getattr(self._local, "buffer", None)
+        if known is None:
+            buffer = ctypes.create_string_buffer(_HEADER.size + ENTRIES * _ENTRY.size)
+            known = (buffer, (ctypes.c_void_p * 1)(ctypes.addressof(buffer)))
+            self._local.buffer = known
+        found: tuple[Any, Any] = known
+        return found
+
+
+@functools.cache
+def launcher(device: torch.device) -> Launcher:
+    """The launcher of a device, made once.
+
+    Raises:
+        CudaError: see :class:`Launcher`.
+    """
+    return Launcher(device)
+
+
+@functools.cache
+def unavailable(device: torch.device) -> str:
+    """Why the kernel cannot be used on a device, or an empty string."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "not an NVIDIA GPU"
+    try:
+        launcher(device)
+    except (CudaError, OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def digest_device(view: LaneView, lane_offset: int = 0) -> torch.Tensor:
+    """Digest of each row, int64 [rows, 2] on the view's device (bit pattern of the unsigned sums)."""
+    device = view.owner.device
+    out = torch.empty((view.rows, 2), dtype=torch.int64, device=device)
+    launcher(device).launch([Target(view, out.data_ptr(), 0, lane_offset)])
+    return out
+
+
+def encoded_weights(lanes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Weights of the first ``lanes`` lanes as the kernel reads them, int64 [2, lanes].
+
+    W = low + high * 2^32 with a signed low half: then lane * W needs no correction for negative lanes.
+    """
+    w = digest.weights(0, lanes).view(np.int64)
+    low = w.astype(np.int32).astype(np.int64)
+    high = (w - low) >> 32
+    return np.ascontiguousarray((high << 32) | (low & 0xFFFFFFFF))
+
+
+def _is_wide(target: Target) -> bool:
+    """Whether every row can be read sixteen bytes at a time."""
+    view = target.view
+    fits = view.address % 16 == 0 and view.stride % 4 == 0 and view.lanes % 4 == 0 and target.lane_offset % 2 == 0
+    return fits and (not 0 < view.inner < view.lanes or (view.inner % 4 == 0 and view.group_stride % 4 == 0))
+
+
+def _shape(rows: int, lanes: int, few: bool) -> tuple[int, int]:
+    """(log2 of the warps that share a row's lanes, blocks)."""
+    shift = 0
+    if few:
+        while shift < 3 and (128 << shift) < lanes:
+            shift += 1
+    block = (_WARPS >> shift) * (1 if few else 8)
+    return shift, -(-rows // block)
+
+
+# ---- compiling and loading ----------------------------------------------------------------------------------------
+@functools.cache
+def cubin(arch: str) -> bytes:
+    """The compiled kernels for an architecture such as ``sm_90``; needs NVRTC, but no GPU.
+
+    Raises:
+        CudaError: there is no NVRTC, or it does not know the architecture.
+    """
+    library = _nvrtc()
+    source = Path(__file__).with_name("digest_cuda.cu").read_bytes()
+    program = ctypes.c_void_p()
+    options = [f"--gpu-architecture={arch}".encode(), f"-DENTRIES={ENTRIES}".encode(), b"-std=c++17"]
+    _check(library.nvrtcCreateProgram(ctypes.byref(program), source, b"digest_cuda.cu", 0, None, None), "NVRTC")
+    try:
+        status = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+        if status != 0:
+            raise CudaError(f"NVRTC cannot compile the digest kernel for {arch}: {_log(library, program)}")
+        size = ctypes.c_size_t()
+        _check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)), "NVRTC")
+        image = ctypes.create_string_buffer(size.value)
+        _check(library.nvrtcGetCUBIN(program, image), "NVRTC")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+    return image.raw
+
+
+def _log(library: Any, program: Any) -> str:
+    size = ctypes.c_size_t()
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value + 1)
+    library.nvrtcGetProgramLog(program, text)
+    return text.value.decode(errors="replace").strip()[:500]
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    spec = importlib.util.find_spec("nvidia")
+    homes = [Path(p) for p in (spec.submodule_search_locations or ())] if spec is not None else []
+    for name in _NVRTC:
+        found = [str(p) for home in homes for p in sorted(home.glob(f"*/lib/{name}"))]
+        for candidate in (*found, name):
+            try:
+                return ctypes.CDLL(candidate)
+            except OSError:
+                continue
+    raise CudaError(f"none of {', '.join(_NVRTC)} can be loaded")
+
+
+def _load(driver: Any, image: bytes) -> dict[tuple[bool, bool], Any]:
+    """The kernels by (few rows, wide reads), all of them loaded now."""
+    module = ctypes.c_void_p()
+    _check(driver.cuModuleLoadData(ctypes.byref(module), image), "the driver")
+    found = {}
+    for few, rows in ((True, "few"), (False, "many")):
+        for wide, suffix in ((True, ""), (False, "_narrow")):
+            function = ctypes.c_void_p()
+            name = f"digest_{rows}{suffix}".encode()
+            _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name), "the driver")
+            if hasattr(driver, "cuFuncLoad"):
+                _check(driver.cuFuncLoad(function), "the driver")
+            found[few, wide] = function
+    return found
+
+
+def _check(status: int, who: str) -> None:
+    if status != 0:
+        raise CudaError(f"{who} gives error {status}")

@@ -1,0 +1,87 @@
+"""The digest kernel of a GPU: CUDA where NVRTC is there, Triton where it is not; the same bits."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+import torch
+
+from zkl_debug.lanes import LaneView, lane_view
+
+
+class GpuDigest(Protocol):
+    """Issues digests on the current stream."""
+
+    name: str
+
+    def launch(self, view: LaneView, out: int, dest: int) -> None:
+        """Write the digest of row i to row i of ``out`` (int64 [n, 2]), or to row ``dest[i]``, -1 to drop it."""
+
+    def adds(self, view: LaneView) -> bool:
+        """Whether :meth:`launch` adds into ``out``, which must then hold zeros."""
+
+    def loaded(self, view: LaneView) -> bool:
+        """Whether :meth:`launch` of such a view loads nothing, so that it can be recorded into a graph."""
+
+
+class _Cuda:
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        from zkl_debug import digest_cuda
+
+        self._launcher = digest_cuda.launcher(device)
+        self.launch = self._launcher.launch_one
+
+    def adds(self, view: LaneView) -> bool:  # noqa: ARG002
+        return False
+
+    def loaded(self, view: LaneView) -> bool:
+        return self._launcher.weights(1).shape[1] >= view.lanes
+
+
+class _Triton:
+    name = "triton"
+
+    def __init__(self, device: torch.device) -> None:
+        from zkl_debug import digest_triton
+
+        self._module: Any = digest_triton
+        digest_triton.weights_on(device, 1)  # none may be made while a graph is recorded
+
+    def launch(self, view: LaneView, out: int, dest: int) -> None:
+        self._module.digest_into(view, out, dest)
+
+    def adds(self, view: LaneView) -> bool:
+        return bool(self._module.needs_zeros(view))
+
+    def loaded(self, view: LaneView) -> bool:
+        return bool(self._module.is_loaded(view))
+
+
+@functools.cache
+def gpu_digest(device: torch.device) -> GpuDigest | None:
+    """The kernel of a device; None where there is none, and digests are made by torch or on the host."""
+    if device.type != "cuda":
+        return None
+    from zkl_debug import digest_cuda
+
+    if not digest_cuda.unavailable(device):
+        return _Cuda(device)
+    try:
+        return _Triton(device)
+    except ImportError:
+        return None
+
+
+def digest_device(tensor: torch.Tensor, rows: int) -> torch.Tensor | None:
+    """Digest of each row, int64 [rows, 2] on the tensor's device; None where it takes a copy or there is no kernel."""
+    kernel = gpu_digest(tensor.device)
+    view = lane_view(tensor, rows)
+    if kernel is None or view is None:
+        return None
+    make = torch.zeros if kernel.adds(view) else torch.empty
+    out = make((rows, 2), dtype=torch.int64, device=tensor.device)
+    kernel.launch(view, out.data_ptr(), 0)
+    return out
