@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from zkl_debug.digest import digest_bytes, digest_rows
 from zkl_debug.errors import ProbeError
-from zkl_debug.schema import U64, Json, Shard, SiteKind, SiteMeta
+from zkl_debug.schema import U64, EventRecord, Json, Shard, SiteKind, SiteMeta, StateRecord
 
 MANIFEST = "manifest.json"
 #: Bytes of a payload chunk: as many whole rows as fit, at least one.
@@ -108,6 +108,25 @@ def fold_equal_parts(data: NDArray[Any], parts: int) -> list[str]:
 def segment_check(index: bytes, frames: str, rows: str) -> str:
     """Check value of a segment: of its site index (JSON bytes), frames and rows."""
     low, high = digest_bytes(index + b"\0" + frames.encode() + rows.encode())
+    return f"{low:016x}{high:016x}"
+
+
+def kept_check(meta: bytes, events: Sequence[EventRecord], states: Mapping[int, Sequence[StateRecord]]) -> str:
+    """Check value of what a segment says of its program, its events and its state.
+
+    Args:
+        meta: as it is stored, JSON bytes.
+        events, states: as they are written, or were read back.
+    """
+    told = [[e.event_seq, e.name, e.step, e.weight_version, e.frame, dict(e.detail)] for e in events]
+    kept = [
+        [
+            seq,
+            [[r.name, r.kind, r.torch_dtype, list(r.shape), list(r.digest), r.data_ptr, dict(r.detail)] for r in part],
+        ]
+        for seq, part in sorted(states.items())
+    ]
+    low, high = digest_bytes(meta + b"\0" + encode_json([told, kept]))
     return f"{low:016x}{high:016x}"
 
 

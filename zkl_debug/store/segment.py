@@ -28,7 +28,7 @@ from zkl_debug.schema import (
     StateRecord,
 )
 from zkl_debug.store.column import PAGE_BYTES, Column, Direct, Extents, Output, Target, put_array, put_attr, put_json
-from zkl_debug.store.layout import CHUNK_BYTES, INDEX_CHUNK_BYTES, encode_json, segment_check, site_to_json
+from zkl_debug.store.layout import CHUNK_BYTES, INDEX_CHUNK_BYTES, encode_json, kept_check, segment_check, site_to_json
 
 
 @dataclass
@@ -178,7 +178,8 @@ class SegmentWriter:
         self._close_states(root)
         checks = {"frames": self._frames.check(), "rows": self._rows.check()}
         put_json(self._target, root, "index", index)
-        put_json(self._target, root, "check", checks)
+        kept = kept_check(encode_json(self.header["meta"]), self._events, self._states)
+        put_json(self._target, root, "check", {**checks, "kept": kept})
         self._target.output.settle()
         self._file.close()
         os.close(self._fd)

@@ -26,7 +26,7 @@ from zkl_debug.schema import (
     SiteMeta,
     StateRecord,
 )
-from zkl_debug.store.layout import fold_digest, payload_dtype, segment_check, site_from_json
+from zkl_debug.store.layout import fold_digest, kept_check, payload_dtype, segment_check, site_from_json
 from zkl_debug.store.mapped import ColumnData, MappedFile, slice_rows
 from zkl_debug.store.segment import Summary
 
@@ -140,6 +140,8 @@ class SegmentReader:
             raise ValueError("frames, rows or the site index are not what was written")
         self.events = self._events()
         self.states = self._states()
+        if "kept" in own and own["kept"] != kept_check(self._bytes("meta"), self.events, self.states):
+            raise ValueError("its events, state or facts of the program are not what was written")
         self._check = expected
 
     @property
