@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from zkl_debug.beds.rebuild import recipe_of, run_again
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.edges import named_row
+from zkl_debug.diff.flow import is_inside_mixer
 from zkl_debug.diff.model import EDGE_PRIORITY, Ints
 from zkl_debug.diff.run import diff_captures
 from zkl_debug.diff.streams import Aligned, Op, align, roundings
@@ -201,6 +202,12 @@ def _site(comparison: Comparison, name: str) -> int:
     if comparison.sites[names.index(name)].meta.semantic in ("label", "selected"):
         raise UsageError(
             f"{name} is looked up, not computed", "the output of an operator, e.g. logprobs/log_softmax:out.0"
+        )
+    if is_inside_mixer(comparison.sites[names.index(name)].meta.semantic):
+        raise UsageError(
+            f"{name} runs over whole sequences inside a mixer: its operators have no rows to follow",
+            "the explanation of the diff, which recomputes it from its captured inputs, or an operator elsewhere",
+            "zkl-debug diff A B",
         )
     return names.index(name)
 

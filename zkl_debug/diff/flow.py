@@ -63,6 +63,8 @@ _RECURRENT = frozenset({"ssm", "scan", "conv"})
 _CARRIES = {"scan": "ssm_state", "conv": "conv_state"}
 STATE_READ, STATE_WRITE = "state_read", "state_write"
 _STATES = frozenset({STATE_READ, STATE_WRITE})
+#: Operators inside a recurrent mixer: they go over sequences, and their buffers are not those of the call's rows.
+_INSIDE_MIXER = frozenset({"scan", "conv", "ssm_weights", "gated"}) | _STATES
 # Modules whose only input is token and position ids, which the row key holds.
 _FROM_TOKENS = re.compile(
     r"(?:^|\.)(?:embedding|word_embeddings|embed_tokens|wte|wpe|position_embeddings|tokentype_embeddings)(?:\.|$)"
@@ -214,6 +216,11 @@ class FlowMap:
 def is_state(pair: SitePair) -> bool:
     """Whether a site is a state handed from one call of an engine to the next."""
     return pair.meta.semantic in _STATES
+
+
+def is_inside_mixer(semantic: str) -> bool:
+    """Whether an operator of this class runs over sequences inside a recurrent mixer: it has no rows to follow."""
+    return semantic in _INSIDE_MIXER
 
 
 def enclosing(pair: SitePair) -> list[str]:

@@ -10,6 +10,7 @@ from zkl_debug.diff.alone import Alone
 from zkl_debug.diff.answer import First
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.coverage import Coverage
+from zkl_debug.diff.flow import is_inside_mixer
 from zkl_debug.diff.model import CaptureLike, Outcome, fact
 from zkl_debug.diff.sites import SitePair
 
@@ -33,7 +34,8 @@ def suggestions(
     if first is not None and bare:
         commands.append(f"zkl-debug diff {a} {b} --drill" if again else _payload_capture(comparison.b, first))
     elif first is not None and again and first.inputs != "port" and not first.name.path.startswith("logprobs"):
-        commands.append(f"zkl-debug zoom {a} {b} --site {quote(first.site)}")
+        if not any(is_inside_mixer(pair.meta.semantic) for pair in comparison.sites if pair.name == first.site):
+            commands.append(f"zkl-debug zoom {a} {b} --site {quote(first.site)}")
         commands.append(f"zkl-debug bundle {a} {b} --site {quote(first.site)} --out DIR")
     if first is not None and first.inputs == "port":
         commands += [f"zkl-debug inspect {a}", f"zkl-debug inspect {b}"]
