@@ -97,10 +97,8 @@ def test_clean_runs_take_turns_over_the_beds_that_faults_are_put_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zkl_debug.bench.faults_bench._diagnose", lambda *_args: 1 / 0)
-    runs = [run_clean(number, tmp_path) for number in range(12)]
-    assert {(run.bed, run.dtype) for run in runs} == {
-        (b, d) for b in ("tiny-gpt", "tiny-moe", "tiny-hybrid") for d in ("fp32", "bf16")
-    }
+    runs = [run_clean(number, tmp_path) for number in range(14)]
+    assert {(run.bed, run.dtype) for run in runs} == {(b, d) for b in FAULTS["Z0"].beds for d in ("fp32", "bf16")}
     assert all(run.false_blame and "ZeroDivisionError" in run.blamed for run in runs)
 
 

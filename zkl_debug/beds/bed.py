@@ -96,6 +96,18 @@ BEDS: dict[str, Bed] = {
             "the same with 8 experts, top-4, in layers 1-3 (all-to-all dispatcher, fp32 router)",
             {"layers": 4, "experts": 8, "topk": 4, "dense_layers": 1},
         ),
+        Bed("tiny-tied", "tiny-gpt whose output layer is its embedding", {"layers": 2, "tied_output": True}),
+        Bed(
+            "tiny-window",
+            "tiny-gpt with sliding-window attention, 16 keys, in every other layer",
+            {"layers": 3, "window": 15},
+        ),
+        Bed("tiny-yarn", "tiny-gpt with YaRN rotary embedding, stretched 4 times", {"layers": 2, "yarn": 4.0}),
+        Bed(
+            "tiny-mtp",
+            "tiny-gpt with a multi-token prediction layer, which scoring runs and generation does not",
+            {"layers": 2, "mtp": 1},
+        ),
         Bed(
             "tiny-hybrid",
             "HybridModel: Mamba, attention, Mamba, 8 experts top-2, MLP; the same prompts, without prefix cache",

@@ -21,13 +21,18 @@ def gather_pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
     return pages.reshape(-1, *cache.shape[2:])[:length]
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of the last ``len(q)`` rows of a sequence; q [sq, h, d], k and v [sk, hk, d], result like q."""
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int] | None = None) -> Tensor:
+    """Causal attention of the last ``len(q)`` rows of a sequence; q [sq, h, d], k and v [sk, hk, d], result like q.
+
+    ``window``: how many keys before its own, and behind, a row sees; -1 for all.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (t.float().repeat_interleave(group, 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     behind = k.shape[0] - q.shape[0]
     hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(behind + 1)
+    if window is not None and window[0] >= 0:
+        hidden |= torch.ones_like(hidden).tril(behind - window[0] - 1)
     probs = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
     return torch.einsum("hqk,khd->qhd", probs, v).to(q.dtype)
 
@@ -42,6 +47,7 @@ def flash_attn_varlen_func(
     _max_seqlen_k: int,
     softmax_scale: float | None = None,
     block_table: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
     **_options: Any,
 ) -> Tensor:
     """Prefill and mixed steps. q [tokens, h, d]; k, v paged; one sequence a row of ``block_table``."""
@@ -53,7 +59,7 @@ def flash_attn_varlen_func(
         length = k_ends[seq + 1] - k_ends[seq]
         if last > first and length > 0:
             keys, values = (gather_pages(t, block_table[seq], length) for t in (k, v))
-            out[first:last] = naive_attention(q[first:last], keys, values, scale)
+            out[first:last] = naive_attention(q[first:last], keys, values, scale, window_size)
     return out
 
 
@@ -64,6 +70,7 @@ def flash_attn_with_kvcache(
     cache_seqlens: Tensor,
     softmax_scale: float | None = None,
     block_table: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
     **_options: Any,
 ) -> Tensor:
     """Decode-only steps. q [sequences, tokens, h, d]; k_cache, v_cache paged; padding sequences have length 0."""
@@ -73,5 +80,5 @@ def flash_attn_with_kvcache(
     for seq, length in enumerate(cache_seqlens.tolist()):
         if length > 0:
             keys, values = (gather_pages(t, block_table[seq], length) for t in (k_cache, v_cache))
-            out[seq] = naive_attention(q[seq], keys, values, scale)
+            out[seq] = naive_attention(q[seq], keys, values, scale, window_size)
     return out

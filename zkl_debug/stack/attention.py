@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +22,17 @@ _TILE = 16384
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of the last ``len(q)`` rows of a sequence of ``len(k)``, in float32, rounded once at the end."""
-    out, total, _ = attention_parts(q, k, v, scale)
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None = None) -> Tensor:
+    """Causal attention of the last ``len(q)`` rows of a sequence of ``len(k)``, in float32, rounded once at the end.
+
+    With a sliding window a row sees itself and the ``left`` rows before it.
+    """
+    out, total, _ = attention_parts(q, k, v, scale, left=left)
     return (out / total[..., None]).to(q.dtype)
 
 
 def attention_parts(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, keys: slice | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, keys: slice | None = None, left: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unnormalised attention over a part of the keys.
 
@@ -37,6 +41,7 @@ def attention_parts(
         k, v: [m, groups, d].
         scale: softmax scale.
         keys: the keys to use (all by default), still subject to causality.
+        left: with a sliding window, how many keys before its own a row sees.
 
     Returns:
         sum of exp(score - max) * v, float32 [n, heads, d]; sum of exp(score - max) [n, heads]; max [n, heads]
@@ -48,6 +53,8 @@ def attention_parts(
     k32, v32 = (padded_heads(t, heads, size) for t in (k, v))
     index = torch.arange(size)
     allowed = index <= torch.arange(m - n, m)[:, None]
+    if left is not None:
+        allowed &= index >= torch.arange(m - n, m)[:, None] - left
     if keys is not None:
         allowed &= (index >= (keys.start or 0)) & (index < (m if keys.stop is None else keys.stop))
     rows = max(1, _TILE // (heads * size))
@@ -103,6 +110,24 @@ def _weights(q: Tensor, k: Tensor, scale: float, allowed: Tensor) -> tuple[Tenso
     return exps, tree_sum(exps), top
 
 
+def windowed(attend: Attend, window: Any) -> Attend:
+    """``attend`` with mcore's (left, right) window; as it is where there is none."""
+    left = -1 if window is None else int(window[0])
+    if left < 0:
+        return attend
+    inside: Any = attend
+    return functools.partial(inside, left=left)
+
+
+def _window_of(module: Any) -> Any:
+    """Window of a ``DotProductAttention``: the configured one in the layers that have it."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    config = module.config
+    has = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, module.layer_number)
+    return config.window_size if has else None
+
+
 def training_forward(attend: Attend) -> Callable[[Any], Any]:
     """A wrap of ``DotProductAttention.forward`` that runs ``attend`` per sequence, padded or packed (thd)."""
 
@@ -119,13 +144,14 @@ def training_forward(attend: Attend) -> Callable[[Any], Any]:
         ) -> Tensor:
             assert attention_bias is None
             del attn_mask_type
+            inside = windowed(attend, _window_of(self))
             if packed_seq_params is not None:
-                return packed_attention(attend, query, key, value, packed_seq_params, self.softmax_scale)
+                return packed_attention(inside, query, key, value, packed_seq_params, self.softmax_scale)
             out = torch.zeros_like(query)
             for seq, first in enumerate(_first_keys(attention_mask, query.shape[1], key.shape[0])):
                 rows = slice(max(0, first - (key.shape[0] - query.shape[0])), None)
                 args = (query[rows, seq], key[first:, seq], value[first:, seq])
-                out[rows, seq] = attend(*args, self.softmax_scale)
+                out[rows, seq] = inside(*args, self.softmax_scale)
             return out.flatten(2)
 
         return forward
@@ -175,6 +201,7 @@ def paged_varlen(
             *_lengths: int,
             softmax_scale: float | None = None,
             block_table: Tensor | None = None,
+            window_size: tuple[int, int] | None = None,
             **_options: Any,
         ) -> Tensor:
             assert block_table is not None
@@ -186,7 +213,7 @@ def paged_varlen(
                 if last > first and lengths[seq] > 0:
                     fn = attend_decode if attend_decode is not None and seq < decoding else attend
                     keys, values = (gather_pages(t, block_table[seq], lengths[seq]) for t in (k, v))
-                    out[first:last] = fn(q[first:last], keys, values, scale)
+                    out[first:last] = windowed(fn, window_size)(q[first:last], keys, values, scale)
             return out
 
         return varlen
@@ -205,6 +232,7 @@ def paged_decode(attend: Attend) -> Callable[[Any], Any]:
             cache_seqlens: Tensor,
             softmax_scale: float | None = None,
             block_table: Tensor | None = None,
+            window_size: tuple[int, int] | None = None,
             **_options: Any,
         ) -> Tensor:
             assert block_table is not None
@@ -213,7 +241,7 @@ def paged_decode(attend: Attend) -> Callable[[Any], Any]:
             for seq, length in enumerate(cache_seqlens.tolist()):
                 if length > 0:
                     keys, values = (gather_pages(t, block_table[seq], length) for t in (k_cache, v_cache))
-                    out[seq] = attend(q[seq], keys, values, scale)
+                    out[seq] = windowed(attend, window_size)(q[seq], keys, values, scale)
             return out
 
         return decode

@@ -129,7 +129,7 @@ register(
         "Z0",
         "nothing is broken",
         "",
-        (*BOTH_BEDS, "tiny-hybrid"),
+        (*BOTH_BEDS, "tiny-hybrid", "tiny-tied", "tiny-window", "tiny-yarn", "tiny-mtp"),
         BOTH_DTYPES,
         (),
         lambda _context: nullcontext(),

@@ -73,6 +73,22 @@ def interleaved_rope(_context: BedContext) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def window_ignored(_context: BedContext) -> Iterator[None]:
+    """Generation attends to all keys in the layers that have a sliding window."""
+    from zkl_debug.engines.megatron import seams
+
+    def wrap(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, window_size: Any = None, **kwargs: Any) -> Tensor:
+            del window_size
+            return original(*args, **kwargs)
+
+        return call
+
+    with seams.paged_core_attention(wrap, wrap):
+        yield
+
+
 def _nothing(_context: BedContext) -> Any:
     return nullcontext()
 
@@ -137,6 +153,25 @@ register(
             names=("mask-fit",),
         ),
         options={"packing": True},
+    ),
+    Fault(
+        "M14",
+        "generation ignores the sliding window",
+        "",
+        ("tiny-window",),
+        BOTH_DTYPES,
+        ("gen",),
+        window_ignored,
+        Answer(
+            ("decoder.layers.0.self_attention.core_attention:out",),
+            "score-prefill",
+            "own",
+            "positions behind the window",
+            "all keys entered",
+            rule_says=(r"position >= 1\d\b",),
+            names=("mask-fit",),
+            says=(r"B \(prefill\).*without the window",),
+        ),
     ),
     Fault(
         "X1",

@@ -190,9 +190,8 @@ def _mask_told(
     extra = [int((use & ~row.keys[side].own).sum()) for use, row in zip(uses, rows, strict=True)]
     missing = [int((row.keys[side].own & ~use).sum()) for use, row in zip(uses, rows, strict=True)]
     first = rows[int(np.argmax(np.array(extra) + np.array(missing)))].keys[side]
-    others = sorted(
-        {int(s) for row, use in zip(rows, uses, strict=True) for s in row.keys[side].sample[use & ~row.keys[side].own]}
-    )
+    foreign = [row.keys[side].sample[use & ~row.keys[side].reach] for row, use in zip(rows, uses, strict=True)]
+    others = sorted({int(sample) for samples in foreign for sample in samples})
     evidence: dict[str, Json] = {
         "side": e.side(bool(side)),
         "mask": mask.name,

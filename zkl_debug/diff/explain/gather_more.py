@@ -47,7 +47,7 @@ def attention(comparison: Comparison, chosen: Ints, pair: SitePair, facts: RowFa
     width = _head_width(comparison, pair, query, key)
     if width is None:
         return []
-    builder = _Builder(comparison, facts, (query, key, value), width)
+    builder = _Builder(comparison, facts, (query, key, value), width, _window(comparison, pair.parsed.layer))
     position = comparison.space.position[comparison.pairs.left[chosen]]
     order = np.argsort(position, kind="stable")
     order = order[position[order] < _MOST_KEYS]
@@ -82,11 +82,28 @@ def _head_width(comparison: Comparison, pair: SitePair, query: int, key: int) ->
     return None
 
 
+def _window(comparison: Comparison, layer: int) -> int | None:
+    """How many keys before its own a row of a layer sees by its configuration; None for all."""
+    config = comparison.a.meta.get("config")
+    window = config.get("window_size") if isinstance(config, dict) else None
+    if not isinstance(window, list | tuple) or not window or not isinstance(window[0], int) or window[0] < 0:
+        return None
+    assert isinstance(config, dict)
+    among = config.get("window_attn_skip_freq")
+    if isinstance(among, int) and (layer + 1) % among == 0:
+        return None
+    if isinstance(among, list) and 0 <= layer < len(among) and not among[layer]:
+        return None
+    return window[0]
+
+
 class _Builder:
     """Collects keys and values of rows; what several rows share is read once."""
 
-    def __init__(self, comparison: Comparison, facts: RowFacts, ports: tuple[int, int, int], width: int) -> None:
-        self.comparison, self.facts, self.width = comparison, facts, width
+    def __init__(
+        self, comparison: Comparison, facts: RowFacts, ports: tuple[int, int, int], width: int, left: int | None
+    ) -> None:
+        self.comparison, self.facts, self.width, self.left = comparison, facts, width, left
         self.query, self.key, self.value = ports
         space = comparison.space
         usable = comparison.where(self.key).bits & comparison.where(self.value).bits
@@ -116,6 +133,7 @@ class _Builder:
         if query.shape[1] % key.shape[1] or key.shape != value.shape:
             return None
         own = np.arange(len(rows)) < len(chain)
+        inside = own if self.left is None else own & (space.position[rows] >= space.position[row] - self.left)
         same_call = self.facts.call[rows] == self.facts.call[row]
         place = np.where(same_call, self.facts.ordinal["place in call"][rows], -1)
         return Keys(
@@ -123,7 +141,8 @@ class _Builder:
             key=key,
             value=value,
             position=space.position[rows],
-            own=own,
+            own=inside,
+            chain=None if self.left is None else own,
             sample=space.sample[rows].astype(np.int64),
             place=np.where(own, self.facts.ordinal["place in call"][row], place),
             row_position=int(space.position[row]),

@@ -32,23 +32,25 @@ def _earlier(keys: Keys) -> Bools:
 
 def _chain(keys: Keys) -> Bools:
     """Keys of the row's own sequence in the call, later positions included."""
-    return np.asarray((keys.place == keys.row_place) | keys.own)
+    return np.asarray((keys.place == keys.row_place) | keys.reach)
 
 
 def _from(first: int) -> Callable[[Keys], Bools]:
-    return lambda keys: keys.own & (keys.position >= first)
+    return lambda keys: keys.reach & (keys.position >= first)
 
 
 def _window(size: int) -> Callable[[Keys], Bools]:
-    return lambda keys: keys.own & (keys.position > keys.row_position - size)
+    return lambda keys: keys.reach & (keys.position > keys.row_position - size)
 
 
 def _block(size: int) -> Callable[[Keys], Bools]:
-    return lambda keys: keys.own & (keys.position >= keys.row_position // size * size)
+    return lambda keys: keys.reach & (keys.position >= keys.row_position // size * size)
 
 
 def hypotheses(items: list[Keys]) -> Iterator[Mask]:
     """Masks to test, the simplest first."""
+    if any(keys.chain is not None for keys in items):
+        yield Mask("no-window", "all keys of its sequence up to its own, without the window", lambda keys: keys.reach)
     yield Mask(
         "earlier-sequences",
         "its own keys and all keys of the sequences before it in the call",

@@ -112,6 +112,7 @@ class Keys:
         sample: [n]; ``place``: place of the candidate's sequence in the call, -1 where it is not in the call.
         row_position, row_sample: of the row; ``row_place``: place of its sequence in the call.
         uncaptured: slots of the call that no row was captured of: padding, whose keys are not known.
+        chain: with a sliding window, ``own`` without it, bool [n]; None where there is no window.
     """
 
     query: F64
@@ -125,6 +126,12 @@ class Keys:
     row_sample: int
     row_place: int
     uncaptured: int = 0
+    chain: Bools | None = None
+
+    @property
+    def reach(self) -> Bools:
+        """Every key of the prefix chain, whatever the window, bool [n]."""
+        return self.own if self.chain is None else self.chain
 
 
 @dataclass(frozen=True)

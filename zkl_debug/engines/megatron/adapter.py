@@ -34,6 +34,7 @@ def _rule(pattern: str, **options: Any) -> ModuleRule:
 
 RULES: tuple[ModuleRule, ...] = (
     _rule(r"(?:.*\.)?rotary_pos_emb(?:\..*)?", skip="a table over positions, not rows"),
+    _rule(r"mtp(?:\..*)?", skip="predicts further tokens: reads tokens behind its row"),
     _rule(r"decoder", inputs=False),
     _rule(r".*\.core_attention\..+", skip="inside core attention: rows are mixed with keys"),
     _rule(r".*\.core_attention", semantic="core_attention", flatten=True),

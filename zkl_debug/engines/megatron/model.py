@@ -19,7 +19,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of a model. ``experts == 0`` means dense; with experts the first ``dense_layers`` layers stay dense."""
+    """Sizes of a model. ``experts == 0`` means dense; with experts the first ``dense_layers`` layers stay dense.
+
+    ``window``: keys before its own that a row sees, in all layers but every second one; 0 for all keys everywhere.
+    ``yarn``: factor by which rotary frequencies are stretched, beyond ``max_length / yarn`` positions; 0 for none.
+    ``mtp``: layers that predict further tokens.
+    """
 
     layers: int = 4
     hidden: int = 64
@@ -35,6 +40,9 @@ class ModelSpec:
     tied_output: bool = False
     dropout: float = 0.0
     routing_replay: bool = False
+    window: int = 0
+    yarn: float = 0.0
+    mtp: int = 0
 
 
 def build_model(spec: ModelSpec, dtype: str, seed: int, layout: ParallelLayout = ONE) -> nn.Module:
@@ -49,7 +57,7 @@ def build_model(spec: ModelSpec, dtype: str, seed: int, layout: ParallelLayout =
     """
     with quiet():
         from megatron.core import parallel_state
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         config = transformer_config(spec, DTYPES[dtype], **_layout_fields(layout, spec, DTYPES[dtype]))
@@ -62,6 +70,7 @@ def build_model(spec: ModelSpec, dtype: str, seed: int, layout: ParallelLayout =
             from megatron.core.transformer.moe.router_replay import RouterReplay
 
             RouterReplay.clear_global_router_replay_instances()  # those of a model that is gone
+        further = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False) if spec.mtp else None
         model = GPTModel(
             config,
             layers,
@@ -69,7 +78,8 @@ def build_model(spec: ModelSpec, dtype: str, seed: int, layout: ParallelLayout =
             max_sequence_length=spec.max_length,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            position_embedding_type="rope",
+            position_embedding_type="yarn" if spec.yarn else "rope",
+            mtp_block_spec=further,
             parallel_output=False,
             share_embeddings_and_output_weights=spec.tied_output,
         )
@@ -119,7 +129,11 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, **more: Any) -> Any:
             "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": False,
         }
-    return TransformerConfig(
+    if spec.window:
+        more |= {"window_size": (spec.window, 0), "window_attn_skip_freq": 2}
+    if spec.mtp:
+        more |= {"mtp_num_layers": spec.mtp}
+    config = TransformerConfig(
         num_layers=spec.layers,
         hidden_size=spec.hidden,
         num_attention_heads=spec.heads,
@@ -144,6 +158,23 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, **more: Any) -> Any:
         **moe,
         **more,
     )
+    if spec.yarn:
+        for name, value in _yarn(spec).items():
+            setattr(config, name, value)  # mcore reads them of the config, yet declares none
+    return config
+
+
+def _yarn(spec: ModelSpec) -> dict[str, Any]:
+    """What YaRN reads, at the values it is published with."""
+    return {
+        "yarn_rotary_scaling_factor": spec.yarn,
+        "yarn_original_max_position_embeddings": int(spec.max_length / spec.yarn),
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+        "yarn_mscale": 1.0,
+        "yarn_mscale_all_dim": 0.0,
+        "yarn_correction_range_round_to_int": True,
+    }
 
 
 def seed_weights(model: nn.Module, seed: int) -> None:

@@ -20,6 +20,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def patch_for_cpu(patches: PatchSet) -> None:
     """What mcore itself needs on a CPU, added to ``patches`` (see :func:`zkl_debug.engines.cpu.cpu_backend`)."""
+    import megatron.core.fusions.fused_softmax as fused_softmax
     import megatron.core.inference.contexts.dynamic_context as dynamic_context
     import megatron.core.inference.text_generation_controllers.text_generation_controller as controller
     import megatron.core.tensor_parallel.random as random
@@ -35,6 +36,12 @@ def patch_for_cpu(patches: PatchSet) -> None:
     def no_range(*_args: Any, **_kwargs: Any) -> None:
         return None
 
+    def window_mask(queries: int, keys: int, window: tuple[int, int]) -> torch.Tensor:
+        behind = keys - queries
+        seen = torch.ones(queries, keys, dtype=torch.bool).triu(behind - window[0]).tril(behind + window[1])
+        return ~seen
+
+    patches.set(fused_softmax, "get_sliding_window_causal_mask", window_mask)  # made on a GPU by name
     patches.set(random, "_get_cuda_rng_state", get_state)
     patches.set(random, "_set_cuda_rng_state", set_state)
     patches.set(attention, "flash_attn_varlen_func", paged_attention.flash_attn_varlen_func)

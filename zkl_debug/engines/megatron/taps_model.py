@@ -41,7 +41,27 @@ def install(capture: Capture) -> None:
         for attribute in ("self_attn_bda", "mlp_bda", "cross_attn_bda", "mamba_bda"):
             if callable(vars(module).get(attribute)):
                 capture.taps.wrap(module, attribute, functools.partial(_residual, capture, attribute))
+    if isinstance(getattr(capture.model, "mtp", None), torch.nn.Module):
+        capture.taps.wrap(capture.model.mtp, "forward", functools.partial(_unobserved, capture))
+        owner = resolve_owner("megatron.core.models.gpt.gpt_model")
+        if callable(getattr(owner, "process_mtp_loss", None)):
+            capture.taps.wrap(owner, "process_mtp_loss", functools.partial(_unobserved, capture))
     capture.add_manifest("taps_missing", missing)
+
+
+def _unobserved(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Record nothing inside: multi-token prediction embeds, and projects, tokens that lie behind a row's own."""
+
+    @functools.wraps(function)
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        session = capture.session
+        before, session.enabled = session.enabled, False
+        try:
+            return function(*args, **kwargs)
+        finally:
+            session.enabled = before
+
+    return tapped
 
 
 def resolve_owner(path: str) -> Any:
