@@ -43,7 +43,7 @@ def test_stack_on_is_identical(bed: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bed", VARIANTS)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_stack_on_is_identical_in_fp32_and_other_seeds(bed: str, seed: int, tmp_path: Path) -> None:
-    options = {"dtype": "fp32", "seed": seed, "permute": seed, "neighbours": 2}
+    options: dict[str, Any] = {"dtype": "fp32", "seed": seed, "permute": seed, "neighbours": 2}
     assert document_of(tmp_path / "run", bed=bed, **options)["verdict"] == "identical"
 
 
