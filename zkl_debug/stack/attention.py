@@ -119,15 +119,6 @@ def windowed(attend: Attend, window: Any) -> Attend:
     return functools.partial(inside, left=left)
 
 
-def _window_of(module: Any) -> Any:
-    """Window of a ``DotProductAttention``: the configured one in the layers that have it."""
-    from megatron.core.transformer.utils import is_layer_window_attention
-
-    config = module.config
-    has = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, module.layer_number)
-    return config.window_size if has else None
-
-
 def training_forward(attend: Attend) -> Callable[[Any], Any]:
     """A wrap of ``DotProductAttention.forward`` that runs ``attend`` per sequence, padded or packed (thd)."""
 
@@ -144,7 +135,9 @@ def training_forward(attend: Attend) -> Callable[[Any], Any]:
         ) -> Tensor:
             assert attention_bias is None
             del attn_mask_type
-            inside = windowed(attend, _window_of(self))
+            from zkl_debug.engines.megatron.seams import attention_window
+
+            inside = windowed(attend, attention_window(self))
             if packed_seq_params is not None:
                 return packed_attention(inside, query, key, value, packed_seq_params, self.softmax_scale)
             out = torch.zeros_like(query)

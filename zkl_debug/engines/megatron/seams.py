@@ -290,6 +290,15 @@ def mamba_version(version: str) -> Iterator[None]:
         yield
 
 
+def attention_window(module: Any) -> tuple[int, int] | None:
+    """(left, right) window of a ``DotProductAttention``: the configured one in the layers that have it."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    config = module.config
+    has = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, module.layer_number)
+    return tuple(config.window_size) if has else None
+
+
 def clear_rotary_cache() -> None:
     """Forget the rotary tables that mcore keeps per process and length."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
