@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -71,6 +72,21 @@ def test_damaged_folders_are_refused_or_harmless(pair: Path, tmp_path: Path, fir
     answers = run(pair / "train", pair / "gen", tmp_path, first, 48)
     check(answers, 48, {0})
     assert sum(answer["code"] == 3 for answer in answers) > 24, "damage must be seen where it is"
+
+
+@pytest.mark.parametrize("what", [b'"name":"layers.0.bias"', b'"class":"Small"'])
+def test_a_changed_name_of_a_weight_is_seen(what: bytes, pair: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pair / "gen", tmp_path / "gen"))
+    file = next(folder.glob("*.h5"))
+    data = bytearray(file.read_bytes())
+    at = data.find(what)
+    assert at >= 0
+    data[at + len(what) - 2] ^= 1
+    file.write_bytes(bytes(data))
+    verdict = diff_captures(pair / "train", folder)
+    assert verdict.exit_code == 3
+    assert verdict.refusal is not None
+    assert "not what was written" in verdict.refusal.text
 
 
 @pytest.mark.slow
