@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 from zkl_debug.beds.bed import DTYPES, BedOptions
@@ -87,8 +90,13 @@ def _diagnose(options: BedOptions, folder: Path, level: str) -> Document:
         return document
 
 
-def run_all(chosen: Sequence[Case], clean: int, dtypes: Sequence[str], say: Say) -> Iterator[Score | Clean]:
-    """Scores one by one, then the clean runs; every run opens its bed anew, in this process."""
+def run_all(
+    chosen: Sequence[Case], clean: int, dtypes: Sequence[str], say: Say, jobs: int = 1
+) -> Iterator[Score | Clean]:
+    """Scores one by one, then the clean runs; every run opens its bed anew, in this process or in one of ``jobs``."""
+    if jobs > 1:
+        yield from _run_by_processes(chosen, clean, dtypes, say, jobs)
+        return
     with tempfile.TemporaryDirectory(prefix="zkl-scoreboard-") as root:
         for number, case in enumerate(chosen, 1):
             say(f"fault {number} of {len(chosen)}: {case.name}")
@@ -96,3 +104,33 @@ def run_all(chosen: Sequence[Case], clean: int, dtypes: Sequence[str], say: Say)
         for number in range(clean):
             say(f"clean run {number + 1} of {clean}")
             yield run_clean(number, Path(root), dtypes)
+
+
+def _run_by_processes(
+    chosen: Sequence[Case], clean: int, dtypes: Sequence[str], say: Say, jobs: int
+) -> Iterator[Score | Clean]:
+    """The same in ``jobs`` processes; results come in the same order."""
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_share_cores, initargs=(jobs,))
+    with tempfile.TemporaryDirectory(prefix="zkl-scoreboard-") as root:
+        try:
+            runs = [pool.submit(_run_named, c.fault.id, c.bed, c.dtype, c.seed, root) for c in chosen]
+            cleans = [pool.submit(run_clean, number, Path(root), tuple(dtypes)) for number in range(clean)]
+            for number, (case, run) in enumerate(zip(chosen, runs, strict=True), 1):
+                say(f"fault {number} of {len(chosen)}: {case.name}")
+                yield run.result()
+            for number, nothing in enumerate(cleans, 1):
+                say(f"clean run {number} of {clean}")
+                yield nothing.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _share_cores(jobs: int) -> None:
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+
+
+def _run_named(fault: str, bed: str, dtype: str, seed: int, root: str) -> Score:
+    """A case by its names: what breaks things cannot be sent to another process."""
+    return run_case(Case(FAULTS[fault], bed, dtype, seed), Path(root))

@@ -25,8 +25,11 @@ _WRONG_LINES = 20
 @click.option("--fault", "faults", multiple=True, metavar="ID", help="Only this fault; repeatable.")
 @click.option("--clean", type=click.IntRange(0), default=0, show_default=True, help="Runs with nothing broken.")
 @click.option("--loop", "of_loop", is_flag=True, help="The faults of the GRPO loop instead, with step and event.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Runs side by side.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(seeds: int, dtype: str, faults: tuple[str, ...], clean: int, of_loop: bool, as_json: bool) -> int:
+def command(
+    seeds: int, dtype: str, faults: tuple[str, ...], clean: int, of_loop: bool, jobs: int, as_json: bool
+) -> int:
     """Put every known fault in, diagnose it, and compare with its known answer.
 
     Exit code 0 when all goals are met, else 1; 5 when it was interrupted, after the scores so far.
@@ -47,7 +50,7 @@ def command(seeds: int, dtype: str, faults: tuple[str, ...], clean: int, of_loop
         say = teller(console, status)
         whole = False
         with suppress(KeyboardInterrupt):
-            for done in faults_bench.run_all(chosen, clean, dtypes, say):
+            for done in faults_bench.run_all(chosen, clean, dtypes, say, jobs):
                 scores.append(done) if isinstance(done, scoreboard.Score) else runs.append(done)
             whole = True
     document = {**scoreboard.document(scores, runs, time.monotonic() - started), "complete": whole}
