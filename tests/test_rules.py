@@ -172,6 +172,16 @@ def test_luck_lowers_precision_not_recall() -> None:
     assert 0.15 < rule.precision < 0.5
 
 
+def test_what_covers_a_part_of_the_affected_rows_is_a_tendency_and_no_rule() -> None:
+    """Most rows differ wherever they are, and a little more of them in one place: nothing there is the cause."""
+    rng = np.random.default_rng(8)
+    cached = column("noise 3") == 1
+    rule = learn(TABLE, np.where(cached, True, rng.random(len(TABLE)) < 0.6))
+    assert not rule.found
+    assert rule.text.startswith("no rule: every row alike")
+    assert "more often where noise 3 (100% there, 6" in rule.text
+
+
 def test_a_few_stray_rows_do_not_hide_the_rule() -> None:
     affected = column("position") >= 7
     affected[np.flatnonzero(~affected)[:2]] = True

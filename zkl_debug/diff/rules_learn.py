@@ -28,6 +28,7 @@ from zkl_debug.schema import Json
 
 #: Bits a rule must save, its own length included: chance gets there at most once in 2**GUARD tables.
 GUARD = 5.0
+_RECALL = 0.8  # of the affected rows that a rule must cover
 _SEARCHED = 4096  # pairs the search looks at; what it finds is judged on all of them
 _FOR_PAIRS = 160  # conditions that are tried in twos
 _JUDGED = 48  # rules that are counted with every key once
@@ -120,11 +121,27 @@ def learn(table: FactTable, affected: Bools, semantic: str = "", likely: Mapping
     found = atoms(table, affected)
     candidates = _search(found, affected)
     judged = [_judge(candidate, affected, table.unit) for candidate in candidates[:_JUDGED]]
-    best = max(judged, key=lambda candidate: candidate.saved, default=None)
+    # A cause covers what it caused; luck hides some of it, and never adds to it. What covers less is a tendency.
+    whole = [candidate for candidate in judged if _recall(candidate, affected) >= _RECALL]
+    best = max(whole, key=lambda candidate: candidate.saved, default=None)
     if best is None or best.saved < GUARD:
-        return Rule(False, _none(table, affected))
+        return Rule(False, _none(table, affected) + _tendency(judged, affected))
     chosen = _sharpened(best, found, affected, semantic) or best
     return _told(chosen, _search_same(chosen, found, judged), affected, semantic, likely or {})
+
+
+def _recall(candidate: _Candidate, affected: Bools) -> float:
+    return float((candidate.covered & affected).sum() / affected.sum())
+
+
+def _tendency(judged: list[_Candidate], affected: Bools) -> str:
+    """Where more of the rows differ than elsewhere, though others do too."""
+    best = max(judged, key=lambda candidate: candidate.saved, default=None)
+    if best is None or best.saved < GUARD:
+        return ""
+    covered = best.covered
+    share, rest = (float(affected[at].mean()) for at in (covered, ~covered))
+    return f"; more often where {_words(best)} ({share:.0%} there, {rest:.0%} elsewhere)"
 
 
 def _none(table: FactTable, affected: Bools) -> str:
