@@ -86,6 +86,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("zkl-debug bench faults --fault K1 --fault P1", "some of them"),
     ),
     "bench gpu": (("zkl-debug bench gpu --size small --part kernel", "on a GPU"),),
+    "bench peers": (("zkl-debug bench peers", "beside what other tools cost"),),
     "bench store": (("zkl-debug bench store --size 256MiB", "how fast captures are written"),),
 }
 
