@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -98,13 +98,19 @@ def _threads() -> int:
     return min(2, cores)
 
 
-def _submit(*task: Any) -> Future[None]:
+def _submit(function: Callable[..., None], *task: Any) -> Future[None]:
     global _pool, _pool_pid
     with _pool_lock:
         if _pool is None or _pool_pid != os.getpid():  # a forked child has the object but not its thread
             _pool = ThreadPoolExecutor(1, thread_name_prefix="zkl-digest")
             _pool_pid = os.getpid()
-        return _pool.submit(*task)
+        try:
+            return _pool.submit(function, *task)
+        except RuntimeError:  # the interpreter ends: captures are closed then, and no thread works any more
+            done: Future[None] = Future()
+            function(*task)
+            done.set_result(None)
+            return done
 
 
 def _sum_lanes(lanes: NDArray[np.int32], lane_offset: int, out: U64) -> None:

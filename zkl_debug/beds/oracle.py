@@ -76,7 +76,7 @@ def bed_switches(bed: str, graphs: bool = False) -> tuple[Switch, ...]:
         from zkl_debug.beds.gpu import gpu_ladder
 
         return gpu_ladder(known, graphs=graphs)
-    return (*ladder(known.hybrid), *BED_ENGINE_KEYS)
+    return (*(s for s in ladder(known.hybrid) if not s.not_searched), *BED_ENGINE_KEYS)
 
 
 def bed_space(switches: tuple[Switch, ...], held: Mapping[str, bool] | None = None) -> Space:

@@ -115,6 +115,8 @@ def fault(name: str | None, bed: str, dtype: str) -> Fault:
     found = FAULTS.get(name or "Z0")
     if found is None:
         raise no_fault(str(name))
+    if found.id == "Z0":  # nothing broken: anywhere
+        return found
     if bed not in found.beds or dtype not in found.dtypes:
         where = f"beds {', '.join(found.beds)}, dtypes {', '.join(found.dtypes)}"
         raise UsageError(f"fault {found.id} in bed {bed}, {dtype}", where)
