@@ -84,16 +84,20 @@ def scan_operators(
         say("gen: plain run (makes the tokens)")
         with context.side("gen"):
             plain = gen_outputs(context.run_gen())
-            say("gen: plain run, again")
-            _must_repeat("gen", plain, gen_outputs(context.run_gen()))
+            say("gen: capture")
+            gen = Path(folder) / "gen"
+            with Capture(context.model, gen, "gen", strict=True):
+                captured = gen_outputs(context.run_gen())
+            _must_repeat("gen", plain, captured)
         train = Path(folder) / "train"
         with context.side("train"):
             say("train: plain run")
             plain = train_outputs(context.run_train())
             say("train: capture with payload")
             with Capture(context.model, train, "train", level="payload", strict=True):
-                captured = context.run_train()
-            _must_repeat("train", plain, train_outputs(captured))
+                scored = train_outputs(context.run_train())
+            _must_repeat("train", plain, scored)
+        _must_be_comparable(train, gen)
         say("gen: forced run")
         with open_capture(train) as reference:
             forcing = Forcing(reference)
@@ -115,6 +119,15 @@ def _must_repeat(side: str, first: dict[str, Any], again: dict[str, Any]) -> Non
             "two runs of the same inputs with equal outputs (no dropout, no sampling, deterministic kernels)",
             "`zkl-debug capture` and `zkl-debug diff` with the same options name the first operator that varies",
         )
+
+
+def _must_be_comparable(train: Path, gen: Path) -> None:
+    """Refuse what a diff of the two refuses: other tokens, positions or weights, sites that read one buffer."""
+    from zkl_debug.diff import diff_captures
+
+    refusal = diff_captures(train, gen).refusal
+    if refusal is not None:
+        raise Refused(refusal.text, refusal.expected, refusal.next)
 
 
 def _summary(forcing: object) -> OperatorScan:

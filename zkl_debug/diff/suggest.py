@@ -11,7 +11,7 @@ from zkl_debug.diff.answer import First
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.coverage import Coverage
 from zkl_debug.diff.flow import is_inside_mixer
-from zkl_debug.diff.model import CaptureLike, Outcome, fact
+from zkl_debug.diff.model import CaptureLike, Kind, Outcome, fact
 from zkl_debug.diff.sites import SitePair
 
 
@@ -33,15 +33,29 @@ def suggestions(
     bare = first is not None and first.stats.elements is None and not first.differ
     if first is not None and bare:
         commands.append(f"zkl-debug diff {a} {b} --drill" if again else _payload_capture(comparison.b, first))
-    elif first is not None and again and first.inputs != "port" and not first.name.path.startswith("logprobs"):
+    elif (
+        first is not None
+        and again
+        and not _on_ranks(comparison)
+        and first.inputs != "port"
+        and not first.name.path.startswith("logprobs")
+    ):
         if not any(is_inside_mixer(pair.meta.semantic) for pair in comparison.sites if pair.name == first.site):
             commands.append(f"zkl-debug zoom {a} {b} --site {quote(first.site)}")
         commands.append(f"zkl-debug bundle {a} {b} --site {quote(first.site)} --out DIR")
+        if first.kind is Kind.OWN and first.inputs == "equal":
+            # Equal inputs and another output: the operator is another, or it reads what is not captured.
+            commands.append(f"zkl-debug diff {a} {b} --replay")
     if first is not None and first.inputs == "port":
         commands += [f"zkl-debug inspect {a}", f"zkl-debug inspect {b}"]
     elif coverage.matched < coverage.captured:
         commands.append(f"zkl-debug inspect {b}")
     return tuple(commands)
+
+
+def _on_ranks(comparison: Comparison) -> bool:
+    """Whether a side is on several ranks, which zoom and bundle do not run."""
+    return any(int(capture.manifest.get("world", 1) or 1) > 1 for capture in (comparison.a, comparison.b))
 
 
 def _has_payload(pair: SitePair, side: str) -> bool:

@@ -75,7 +75,8 @@ def _linear(x: F64, left: F64, right: F64, dtype: str) -> Finding | None:
     }
     text = (
         f"both sides are linear in the same input, and their difference is too (rms {size:.3g}, of which "
-        f"{residue(gap):.2g} is not explained): two different weights, e.g. a stale copy on one side; "
+        f"{residue(gap):.2g} is not explained): two different matrices, e.g. a stale copy of the weight on "
+        "one side, or an input in another order; "
         f"{changed} of {gap.shape[1]} output columns change, by {evidence['relative_change']:.3g} relative"
     )
     return Finding("other-weights", text, evidence, Strength.FITTED, _REPLACES)

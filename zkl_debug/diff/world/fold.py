@@ -17,7 +17,7 @@ from zkl_debug.diff.world.sent import Sent, is_dispatch
 from zkl_debug.diff.world.site import JoinedSite, Part
 from zkl_debug.diff.world.states import join_states
 from zkl_debug.errors import CaptureInvalid
-from zkl_debug.schema import Json, SiteMeta, StateRecord
+from zkl_debug.schema import Json, SiteKind, SiteMeta, StateRecord
 
 _STAGE = 1 << 24  # sites of a pipeline stage come behind all of the stage before
 
@@ -99,6 +99,9 @@ class Folded:
     def _alike(self, name: str, group: list[tuple[int, SiteLike]]) -> list[JoinedSite]:
         """The site over its ranks; those whose rows have another layout are filed under their rank."""
         first = group[0][1].meta
+        if first.kind is SiteKind.CALL:  # of the rank's own call: no two need be alike
+            each = [self._join(_at_rank(name, rank), [(rank, site)]) for rank, site in group]
+            return [site for site in each if site is not None]
         same = [(rank, site) for rank, site in group if _layout(site.meta) == _layout(first)]
         made = [self._join(name, same)]
         for rank, site in group:

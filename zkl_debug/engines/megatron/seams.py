@@ -142,6 +142,7 @@ def block_linears(multiply: Callable[[bool, torch.Tensor, torch.Tensor], torch.T
     ``multiply(is_expert, input, weight)`` gives the product, or None to leave it to mcore. Layers with a bias or with
     work distributed over ranks are left alone.
     """
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -167,6 +168,7 @@ def block_linears(multiply: Callable[[bool, torch.Tensor, torch.Tensor], torch.T
 
     with (
         patched(TransformerBlock, "forward", note),
+        patched(HybridStack, "forward", note),
         patched(ColumnParallelLinear, "_forward_impl", product),
         patched(RowParallelLinear, "_forward_impl", product),
     ):
