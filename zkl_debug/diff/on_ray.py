@@ -197,7 +197,8 @@ class RayRunner:
             return
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if self.address == LOCAL:
-            options |= {"num_cpus": self.jobs or cores(), "include_dashboard": False}
+            # By that address Ray starts a cluster, even where one runs already on this machine.
+            options |= {"address": "local", "num_cpus": self.jobs or cores(), "include_dashboard": False}
         else:  # other nodes get the code of this very package
             _knock(self.address)
             package = str(Path(zkl_debug.__file__).parent)

@@ -24,6 +24,9 @@ def cores() -> int:
     return len(affinity(0)) if affinity else (os.cpu_count() or 1)
 
 
+_MOST_JOBS = 64  # more processes than that only cost
+
+
 class Processes:
     """A :class:`~zkl_debug.diff.sitework.Runner` of forked processes.
 
@@ -38,7 +41,7 @@ class Processes:
 
     def __call__(self, work: SiteWork, numbers: list[int]) -> Iterator[SiteOutcome]:
         """Outcomes of sites, in order."""
-        jobs = self._jobs
+        jobs = self._jobs if self._jobs is None else min(self._jobs, _MOST_JOBS)
         if jobs is None:
             jobs = cores() if work.digests >= WORTH else 1
         if jobs < 2 or len(numbers) < 2 or "fork" not in multiprocessing.get_all_start_methods():

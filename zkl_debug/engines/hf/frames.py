@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.rows import FrameRows, padded_rows, sequence_rows
-from zkl_debug.schema import Phase
+from zkl_debug.schema import Phase, RowFlag
 
 
 @dataclass
@@ -79,6 +79,8 @@ class Histories:
             return None
         history = known[1]
         history.ids = np.concatenate([history.ids, tokens], axis=1)
+        if history.prompt is None and tokens.shape[1] == 1:
+            history.prompt = cached  # one token on its own: from here on they are generated
         return _continued(history, cached, Phase.DECODE if tokens.shape[1] == 1 else Phase.PREFILL)
 
     def _fresh(
@@ -133,6 +135,10 @@ def _continued(history: BatchHistory, cached: int, phase: Phase) -> FrameRows:
         prompt = None if history.prompt is None else history.prompt - pad
         parts.append(sequence_rows(history.samples[i], history.ids[i, pad:], phase, prompt, cached - pad))
         slots.append(np.arange(new) * batch + i)
+    for part, pad in zip(parts, history.pads.tolist(), strict=True):
+        if phase is Phase.DECODE and history.prompt is not None:
+            first = part["position"] == history.prompt - int(pad)
+            part["flags"] |= np.where(first, np.uint32(RowFlag.FIRST_DECODE), np.uint32(0))
     last = new * np.arange(1, batch + 1, dtype=np.int64) - 1
     return FrameRows(
         (new, batch), np.concatenate(parts), np.concatenate(slots).astype(np.int64), phase, batch, new, last
