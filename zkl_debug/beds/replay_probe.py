@@ -126,7 +126,7 @@ class ReplayProbe:
             for owner, attribute in bindings(self.parsed, context.model):
                 self.bound = True
                 stack.enter_context(patched(owner, attribute, self._note(owner, attribute)))
-            capture = Capture(context.model, None, side, strict=True, forcing=self)  # type: ignore[arg-type]
+            capture = Capture(context.model, None, side, strict=True, forcing=self)
             self._capture = stack.enter_context(capture)
             capture.adapter.prompt_lens.update(context.prompt_lens)  # type: ignore[union-attr]
             yield

@@ -283,7 +283,7 @@ class _Probe:
 
         self._side = side
         patterns = {f"{_escaped(o.split('#')[0])}:*" for o in (self.parsed.owner, self.begins)}
-        capture = Capture(context.model, None, side, strict=True, sites=sorted(patterns), forcing=self)  # type: ignore[arg-type]
+        capture = Capture(context.model, None, side, strict=True, sites=sorted(patterns), forcing=self)
         with capture, OpTrace() as self._trace, triton_launches(self._trace):
             self._capture = capture
             capture.adapter.prompt_lens.update(context.prompt_lens)  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ from torch import nn
 
 from zkl_debug import marks
 from zkl_debug.capture import meta as capture_meta
-from zkl_debug.capture.forcing import Forcing
+from zkl_debug.capture.forcing import Visitor
 from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.hooks import ModuleHooks, ModuleRule
 from zkl_debug.capture.labels import make_label_rows
@@ -94,7 +94,7 @@ class Capture:
         adapter: Adapter | None = None,
         rank: int = 0,
         world: int = 1,
-        forcing: Forcing | None = None,
+        forcing: Visitor | None = None,
     ) -> None:
         self.model = model
         self.out = Path(out) if out is not None else None

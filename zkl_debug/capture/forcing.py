@@ -17,6 +17,13 @@ from zkl_debug.capture.layout import RowView, dtype_name, raw_rows
 from zkl_debug.schema import RowFlag, SiteKind, parse_site
 
 
+class Visitor(Protocol):
+    """What a session shows the rows of every site to, in the place of a writer."""
+
+    def visit(self, name: str, view: RowView, kind: SiteKind, rows: NDArray[np.void], source: torch.Tensor) -> None:
+        """See :meth:`Forcing.visit`."""
+
+
 class ReferenceSite(Protocol):
     """What forcing needs of a captured site; :class:`zkl_debug.store.reader.Site` fits."""
 

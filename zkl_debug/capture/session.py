@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from zkl_debug.capture.batch import Batch
 from zkl_debug.capture.device import ChunkPool, DeviceFrame, Kernels
 from zkl_debug.capture.drain import Drain
+from zkl_debug.capture.forcing import Forcing, Visitor
 from zkl_debug.capture.frame import Block, OpenFrame
 from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.guard import Guard
@@ -31,7 +32,6 @@ from zkl_debug.errors import ProbeError
 from zkl_debug.schema import U64, EventRecord, Json, SiteKind, SiteMeta, StateRecord, parse_site
 
 if TYPE_CHECKING:
-    from zkl_debug.capture.forcing import Forcing
     from zkl_debug.store.writer import CaptureWriter
 
 
@@ -41,7 +41,7 @@ class CaptureSession:
     One session observes one model on one thread of control. Recording outside a frame is counted, not stored.
     """
 
-    def __init__(self, writer: CaptureWriter | None, options: CaptureOptions, forcing: Forcing | None = None) -> None:
+    def __init__(self, writer: CaptureWriter | None, options: CaptureOptions, forcing: Visitor | None = None) -> None:
         self.writer = writer
         self.forcing = forcing
         self.options = options
@@ -369,9 +369,8 @@ class CaptureSession:
         frame.labels.append(rows)
         before = used.clone() if self.forcing is not None else used
         self.record_view(LABEL, RowView(used, None, index, ()), kind=SiteKind.TAP, semantic="label")
-        again = getattr(self.forcing, "looked_up_again", None)  # others that only look on change no label
-        if again is not None and table is not None:
-            selected = again(selected, table, before, used)
+        if isinstance(self.forcing, Forcing) and table is not None:  # others only look on and change no label
+            selected = self.forcing.looked_up_again(selected, table, before, used)
         view = RowView(selected.contiguous(), None, index, ())
         self.record_view(label_site, view, kind=SiteKind.TAP, semantic="selected")
 

@@ -28,6 +28,7 @@ class Comparison:
     Attributes:
         a, b: the captures.
         space, pairs, sites: rows, pairs and ordered sites.
+        flows: what feeds each site.
         done: kinds of every site, in the order of ``sites``.
         compared: keys compared across the sides at one site or more, bool [K].
         edge_compared, edge_mismatched: per edge, keys compared and differing at any site, bool [K].
@@ -42,6 +43,7 @@ class Comparison:
     space: RowSpace
     pairs: Pairs
     sites: tuple[SitePair, ...]
+    flows: FlowMap
     done: tuple[SiteKinds, ...]
     compared: Bools
     edge_compared: Mapping[str, Bools]
@@ -53,11 +55,6 @@ class Comparison:
     def where(self, site: int) -> SiteRows:
         """Rows of a site."""
         return locate(self.sites[site], self.space)
-
-    @cached_property
-    def flows(self) -> FlowMap:
-        """What feeds each site."""
-        return FlowMap(self.sites)
 
     @cached_property
     def firsts(self) -> dict[str, EdgeFirst | None]:
@@ -110,7 +107,8 @@ def compare(
     pairs = build_pairs(space)
     sites = join_sites(a, b, aliases)
     work = SiteWork(space, pairs, sites, verify_bytes, (a, b), aliases)
-    classifier = Classifier(FlowMap(sites), space, pairs, oracle)
+    flows = FlowMap(sites)
+    classifier = Classifier(flows, space, pairs, oracle)
     tally = _Tally(space, pairs)
     # What was fed comes first when the rest may be left out: a difference there is a refusal.
     early = [i for i, pair in enumerate(sites) if pair.is_input] if first_only else []
@@ -142,6 +140,7 @@ def compare(
         space=space,
         pairs=pairs,
         sites=sites,
+        flows=flows,
         done=tuple(classifier.done),
         compared=tally.across,
         edge_compared=tally.compared,

@@ -93,7 +93,7 @@ def measure(
         extra: entries found while comparing.
     """
     tails = never_forwarded(space)
-    generated = _generated(space)
+    generated = space.generated
     skips = [*site_skips(sites, a, b), *extra, *_row_skips(space, tails, compared), *_edge_skips(pairs)]
     skips += [skip for name, capture in zip(_NAMES, (a, b), strict=True) for skip in capture_skips(name, capture)]
     # A state handed from call to call is nothing that a side of whole sequences could have.
@@ -140,22 +140,11 @@ def _expected(capture: CaptureLike) -> set[str]:
     return {str(name) for name in names} if isinstance(names, list) else set()
 
 
-def _generated(space: RowSpace) -> Bools:
-    """Keys whose token was generated, as far as either side knows, and those that follow one, bool [K].
-
-    A side that scores need not know where a prompt ends.
-    """
-    found = np.zeros(space.n_keys + 1, np.bool_)
-    found[space.key[(space.flags & np.uint32(RowFlag.GENERATED)) != 0]] = True
-    after = np.minimum(space.parent, space.n_keys)
-    return np.asarray((found[:-1] | found[after]) if space.n_keys else found[:-1])
-
-
 def never_forwarded(space: RowSpace) -> Bools:
     """Keys of one side that are the last token of a generated sequence: sampled, but never run, bool [K]."""
     has_child = np.zeros(space.n_keys + 1, np.bool_)
     has_child[space.parent[~space.label]] = True
-    generated = _generated(space)
+    generated = space.generated
     matched = np.append(space.matched, False)
     return np.asarray(~space.label & generated & ~space.matched & ~has_child[:-1] & matched[space.parent])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,16 @@ class RowSpace:
     def matched(self) -> Bools:
         """Keys that both sides have, bool [K]."""
         return np.asarray(self.has[0] & self.has[1])
+
+    @cached_property
+    def generated(self) -> Bools:
+        """Keys whose token was generated, as far as either side knows, and those that follow one, bool [K].
+
+        A side that scores need not know where a prompt ends.
+        """
+        found = np.zeros(self.n_keys + 1, np.bool_)
+        found[self.key[(self.flags & np.uint32(RowFlag.GENERATED)) != 0]] = True
+        return np.asarray(found[:-1] | found[self.parent])
 
 
 def group_ids(columns: Sequence[NDArray[Any]]) -> tuple[Ints, Ints]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from zkl_debug.bits import F64
-from zkl_debug.diff.explain.model import Evidence, Finding, Port, Strength, Values
+from zkl_debug.diff.explain.model import Evidence, Finding, Strength, Values
 from zkl_debug.diff.explain.numeric import epsilon, shortest, shown
 from zkl_debug.diff.model import Bools
 from zkl_debug.schema import Json
@@ -60,12 +62,7 @@ def signed_zero(e: Evidence) -> Finding | None:
 
 def flushed_to_zero(e: Evidence) -> Finding | None:
     """One side has zeros where the other has small values, and no small value of its own."""
-    pair = e.pair()
-    if pair is None:
-        return None
-    differ = pair.left.bits != pair.right.bits
-    for right in (True, False):
-        odd, other = _sides(pair, right)
+    for right, odd, other, differ in _each_side(e):
         if not bool((odd[differ] == 0).all()):
             continue
         size = np.abs(other[differ])
@@ -88,12 +85,7 @@ def flushed_to_zero(e: Evidence) -> Finding | None:
 
 def clamped(e: Evidence) -> Finding | None:
     """One side is the other cut off at an upper limit, a lower one, or both."""
-    pair = e.pair()
-    if pair is None:
-        return None
-    differ = pair.left.bits != pair.right.bits
-    for right in (True, False):
-        odd, other = _sides(pair, right)
+    for right, odd, other, differ in _each_side(e):
         if not np.isfinite(odd).all() or np.isnan(other).any():
             continue
         at = np.unique(odd[differ])
@@ -135,8 +127,7 @@ def soft_cap(e: Evidence) -> Finding | None:
     pair = e.pair()
     if pair is None:
         return None
-    for right in (True, False):
-        odd, other = _sides(pair, right)
+    for right, odd, other, _ in _each_side(e):
         if not np.isfinite(odd).all() or not np.isfinite(other).all():
             continue
         if bool((np.abs(odd) > np.abs(other)).any()) or bool((odd * other < 0).any()):
@@ -172,5 +163,10 @@ def _cap(odd: F64, other: F64) -> float | None:
     return (low + high) / 2
 
 
-def _sides(pair: Port, right: bool) -> tuple[F64, F64]:
-    return (pair.right.real, pair.left.real) if right else (pair.left.real, pair.right.real)
+def _each_side(e: Evidence) -> Iterator[tuple[bool, F64, F64, Bools]]:
+    """(is it the right one, its values, those of the other, which elements differ) for either side, all [m, W]."""
+    pair = e.pair()
+    if pair is not None:
+        differ = pair.left.bits != pair.right.bits
+        yield True, pair.right.real, pair.left.real, differ
+        yield False, pair.left.real, pair.right.real, differ

@@ -10,13 +10,13 @@ from zkl_debug.bits import F64, to_float64
 from zkl_debug.diff.compare import gather
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.edges import named_row
+from zkl_debug.diff.explain.gather_chain import Chains, spread_by_position
 from zkl_debug.diff.explain.model import Grid, Keys, Labels, Routing
 from zkl_debug.diff.facts import RowFacts
 from zkl_debug.diff.model import Ints
 from zkl_debug.diff.sites import SitePair
 from zkl_debug.schema import Phase
 
-_RECOMPUTED = 12
 _MOST_KEYS = 2048
 _ROUTED = 4096
 _HEAD_WIDTHS = (128, 64, 32, 96, 80, 256, 192, 16, 8)
@@ -48,14 +48,8 @@ def attention(comparison: Comparison, chosen: Ints, pair: SitePair, facts: RowFa
     if width is None:
         return []
     builder = _Builder(comparison, facts, (query, key, value), width, _window(comparison, pair.parsed.layer))
-    position = comparison.space.position[comparison.pairs.left[chosen]]
-    order = np.argsort(position, kind="stable")
-    order = order[position[order] < _MOST_KEYS]
-    if not len(order):
-        return []
-    picked = np.unique(order[np.linspace(0, len(order) - 1, min(_RECOMPUTED, len(order))).astype(np.int64)])
     found = []
-    for index in picked.tolist():
+    for index in spread_by_position(comparison, chosen).tolist():
         left = builder.keys(int(comparison.pairs.left[chosen[index]]))
         right = builder.keys(int(comparison.pairs.right[chosen[index]]))
         if left is not None and right is not None:
@@ -108,18 +102,12 @@ class _Builder:
         space = comparison.space
         usable = comparison.where(self.key).bits & comparison.where(self.value).bits
         self.usable = np.flatnonzero(usable)
-        self.row_of = np.full((2, space.n_keys), -1, np.int64)
-        for side in (1, 0):
-            rows = self.usable[space.side[self.usable] == side]
-            self.row_of[1 - side, space.key[rows]] = rows  # the other side's row where there is no own one
-        for side in (0, 1):
-            rows = self.usable[space.side[self.usable] == side]
-            self.row_of[side, space.key[rows]] = rows
+        self.chains = Chains(space, self.usable)
 
     def keys(self, row: int) -> Keys | None:
         """What one row may have read; None where something is missing."""
         space = self.comparison.space
-        chain = self._chain(row)
+        chain = self.chains.of(row)
         if chain is None:
             return None
         call = self.usable[self.facts.call[self.usable] == self.facts.call[row]]
@@ -153,21 +141,6 @@ class _Builder:
 
     def _reads(self, row: int, rows: Ints) -> list[tuple[int, Ints]]:
         return [(self.query, np.array([row])), (self.key, rows), (self.value, rows)]
-
-    def _chain(self, row: int) -> Ints | None:
-        """Rows that hold K and V of the row's prefix, earliest first."""
-        space = self.comparison.space
-        key, side = int(space.key[row]), int(space.side[row])
-        found: list[int] = []
-        while key < space.n_keys:
-            at = int(self.row_of[side, key])
-            if at < 0:
-                return None
-            found.append(at)
-            key = int(space.parent[key])
-        if len(found) != int(space.position[row]) + 1:
-            return None
-        return np.array(found[::-1], np.int64)
 
 
 # ---- routing ----------------------------------------------------------------------------------------------------

@@ -8,14 +8,13 @@ import numpy as np
 
 from zkl_debug.bits import F64
 from zkl_debug.diff.comparison import Comparison
+from zkl_debug.diff.explain.gather_chain import Chains, spread_by_position
 from zkl_debug.diff.explain.gather_more import site_at, values
 from zkl_debug.diff.explain.model import ScanRow
 from zkl_debug.diff.model import Ints
 from zkl_debug.diff.rows import call_starts
 from zkl_debug.schema import Json, Phase
 
-_RECOMPUTED = 12
-_MOST_TOKENS = 2048
 _INPUTS = ("x", "dt", "b", "c")
 _WEIGHTS = ("a", "d", "dt_bias")
 
@@ -36,16 +35,10 @@ def scans(comparison: Comparison, site: int, chosen: Ints, config: Mapping[str, 
     places = [place for place in found if place is not None]
     if parsed.op != "scan" or len(places) != len(names) or not len(chosen):
         return []
-    position = comparison.space.position[comparison.pairs.left[chosen]]
-    order = np.argsort(position, kind="stable")
-    order = order[position[order] < _MOST_TOKENS]
-    if not len(order):
-        return []
-    picked = np.unique(order[np.linspace(0, len(order) - 1, min(_RECOMPUTED, len(order))).astype(np.int64)])
     builder = _Builder(comparison, site, places, int(config.get("mamba_num_groups") or 1))
     pairs = [
         (builder.row(int(comparison.pairs.left[i])), builder.row(int(comparison.pairs.right[i])))
-        for i in chosen[picked].tolist()
+        for i in chosen[spread_by_position(comparison, chosen)].tolist()
     ]
     return [(left, right) for left, right in pairs if left is not None and right is not None]
 
@@ -55,19 +48,11 @@ class _Builder:
         self.comparison, self.site, self.groups = comparison, site, groups
         self.inputs, self.weights = places[:4], places[4:]
         self.starts = call_starts(comparison.space)
-        space = comparison.space
-        usable = np.flatnonzero(comparison.where(self.inputs[0]).bits)
-        self.row_of = np.full((2, space.n_keys), -1, np.int64)
-        for side in (1, 0):
-            rows = usable[space.side[usable] == side]
-            self.row_of[1 - side, space.key[rows]] = rows  # the other side's row where there is no own one
-        for side in (0, 1):
-            rows = usable[space.side[usable] == side]
-            self.row_of[side, space.key[rows]] = rows
+        self.chains = Chains(comparison.space, np.flatnonzero(comparison.where(self.inputs[0]).bits))
 
     def row(self, row: int) -> ScanRow | None:
         """What one row was made of; None where something is missing."""
-        chain = self._chain(row)
+        chain = self.chains.of(row)
         if chain is None:
             return None
         own = np.array([row])
@@ -100,14 +85,3 @@ class _Builder:
         same &= (space.frame <= space.frame[row]) & (space.phase == Phase.PREFILL)
         found = {int(self.starts[row]), *self.starts[same].tolist()}
         return tuple(sorted((start for start in found if 0 < start <= space.position[row]), reverse=True))
-
-    def _chain(self, row: int) -> Ints | None:
-        space = self.comparison.space
-        key, side, found = int(space.key[row]), int(space.side[row]), []
-        while key < space.n_keys:
-            at = int(self.row_of[side, key])
-            if at < 0:
-                return None
-            found.append(at)
-            key = int(space.parent[key])
-        return np.array(found[::-1], np.int64) if len(found) == int(space.position[row]) + 1 else None

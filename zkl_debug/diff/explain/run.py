@@ -110,7 +110,7 @@ def _is_router(e: Evidence) -> bool:
     return "router" in e.site.owner
 
 
-def _is_wide(e: Evidence) -> bool:
+def _fine_format(e: Evidence) -> bool:
     """Whether the site is in a format where a slightly different constant moves every element."""
     pair = e.pair()
     return pair is None or pair.left.dtype in ("float32", "float64")
@@ -146,8 +146,8 @@ TESTS = (
     Test("soft-cap", elementwise.soft_cap, _bits, _wide),
     Test("gate-rounding-order", gated.gate_rounding_order, _input, lambda e: e.semantic == "gated"),
     Test("norm-rounding-order", norm.norm_rounding_order, _input, _operator("norm")),
-    Test("eps", norm.eps_by_bits, _input, _operator("norm"), _is_wide),
-    Test("eps", norm.eps, _input, _operator("norm"), _is_wide),
+    Test("eps", norm.eps_by_bits, _input, _operator("norm"), _fine_format),
+    Test("eps", norm.eps, _input, _operator("norm"), _fine_format),
     Test("rope-pairing", rope.rope_pairing, _input, _operator("rope")),
     Test("position-shift", rope.position_shift, _input, _operator("rope")),
     Test("rope-frequency", rope.rope_frequency, _input, _operator("rope")),
