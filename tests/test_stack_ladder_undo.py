@@ -17,6 +17,7 @@ import torch
 from zkl_debug.engines import patching
 from zkl_debug.engines.cpu import cpu_backend, quiet
 from zkl_debug.engines.megatron import invariant_kernels, ladder_patches, model, preload, world
+from zkl_debug.engines.megatron.hybrid import mamba_backend
 from zkl_debug.stack.applying import by_config, by_variables
 from zkl_debug.stack.full import full_ladder
 from zkl_debug.stack.switches import NotEffective, Switch, SwitchUnavailable, applied, switch, verify
@@ -33,7 +34,7 @@ BUILT = {"model key": "TransformerConfig", "engine key": "InferenceConfig"}
 @pytest.fixture(scope="module", autouse=True)
 def _backend() -> Iterator[None]:
     """Everything imported, with stand-ins for the packages this machine has not."""
-    with cpu_backend(), world.world(), fake_transformer_engine():
+    with cpu_backend(), world.world(), mamba_backend(), fake_transformer_engine():
         preload.preload()
         with quiet():
             for name in ("megatron.core.resharding.refit", "megatron.core.ssm.mamba_mixer", MAMBA):

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from zkl_debug.diff.comparison import Comparison
+from zkl_debug.diff.explain.gather_chain import Chains
+from zkl_debug.diff.explain.gather_more import site_at, values
 from zkl_debug.diff.explain.model import Handover
 from zkl_debug.diff.model import Bools, CaptureLike, Ints
 from zkl_debug.diff.rows import call_starts, group_ids
@@ -30,15 +32,49 @@ def handovers(comparison: Comparison, site: int, chosen: Ints) -> list[Handover]
         return []
     path = comparison.sites[site].parsed.path
     names = [f"{path}/{state}.{end}:out.0" for end in ("read", "write")]
-    places = [next((i for i, pair in enumerate(comparison.sites) if pair.name == name), None) for name in names]
+    places = [site_at(comparison, name) for name in names]
     if places[0] is None:
         return []
-    return list(_Reader(comparison, names[0], places[0], places[1]).found(chosen))
+    inputs = site_at(comparison, f"{path}/conv:in.0") if state == "conv_state" else None
+    window = None if inputs is None else _Window(comparison, places[0], inputs)
+    return list(_Reader(comparison, names[0], places[0], places[1], window).found(chosen))
+
+
+class _Window:
+    """Whether convolution states hold the inputs of the tokens in front of them."""
+
+    def __init__(self, comparison: Comparison, state: int, inputs: int) -> None:
+        self.comparison, self.state, self.inputs = comparison, state, inputs
+        self.chains = Chains(comparison.space, np.flatnonzero(comparison.where(inputs).bits))
+
+    def lacking(self, row: int) -> tuple[int, ...]:
+        """Positions whose inputs are zeros in the state that ``row`` begins with; none unless all others are in it."""
+        chain = self.chains.of(row)
+        state = values(self.comparison, self.state, np.array([row]))
+        own = None if chain is None else values(self.comparison, self.inputs, chain[-1:])
+        if chain is None or state is None or own is None or state.shape[1] % own.shape[1]:
+            return ()
+        columns = state.reshape(own.shape[1], -1).T
+        position = len(chain) - 1
+        found = []
+        for at, column in enumerate(columns, position - len(columns)):
+            expected = (
+                values(self.comparison, self.inputs, chain[at : at + 1]) if at >= 0 else np.zeros((1, len(column)))
+            )
+            if expected is None:
+                return ()
+            if not np.array_equal(expected[0], column):
+                if column.any():
+                    return ()
+                found.append(at)
+        return tuple(found)
 
 
 class _Reader:
-    def __init__(self, comparison: Comparison, name: str, read: int, written: int | None) -> None:
-        self.comparison, self.name = comparison, name
+    def __init__(
+        self, comparison: Comparison, name: str, read: int, written: int | None, window: _Window | None
+    ) -> None:
+        self.comparison, self.name, self.window = comparison, name, window
         self.space = comparison.space
         self.read = self._digests(read)
         self.written = {} if written is None else self._digests(written)
@@ -97,7 +133,10 @@ class _Reader:
         if digest != (0, 0) and not written:
             source = self._source(row, digest, side, sample)
         slot, previous = self.slots[side].get(sample, (-1, -1))
-        return Handover(self.name, right, members, sample, position, digest == (0, 0), written, source, slot, previous)
+        lacking = () if self.window is None else self.window.lacking(row)
+        return Handover(
+            self.name, right, members, sample, position, digest == (0, 0), written, source, slot, previous, lacking
+        )
 
     def _before(self, row: int) -> int | None:
         """The row that wrote last, one token before, in the same sequence and an earlier call."""

@@ -281,6 +281,7 @@ class Handover:
             where the sequence starts (a state must then be zero).
         source: (sample, position) of another sequence whose state, as written, has these bits.
         slot, previous: recurrent slot of the request and who had it before, -1 where not known.
+        lacking: of a convolution state, positions whose inputs are not in it: zeros stand there. Known from raw bits.
     """
 
     site: str
@@ -293,11 +294,12 @@ class Handover:
     source: tuple[int, int] | None
     slot: int = -1
     previous: int = -1
+    lacking: tuple[int, ...] = ()
 
     @property
     def wrong(self) -> bool:
         """Whether it is not the state that the sequence was in."""
-        return not self.zero if self.position == 0 else self.written is False
+        return not self.zero if self.position == 0 else self.written is False or bool(self.lacking)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ def handed_over(e: Evidence) -> Finding | None:
 def _kind(one: Handover) -> str:
     if one.position == 0:
         return "state-not-reset"
+    if one.lacking and one.written is not False and not one.zero:
+        return "state-incomplete"
     return "state-dropped" if one.zero else "state-replaced"
 
 
@@ -50,6 +52,7 @@ def _told(one: Handover) -> Json:
         "position": one.position,
         "zero": one.zero,
         "equals_what_was_written_by": source,
+        "lacking": list(one.lacking),
         "slot": one.slot,
         "previous_owner": one.previous,
     }
@@ -64,6 +67,12 @@ def _text(name: str, wrong: list[Handover]) -> str:
             f"the {state} that the call of {where} started from is zero, not what was written behind position "
             f"{one.position - 1}: it was not carried over ({len(wrong)} calls)"
         )
+    if name == "state-incomplete":
+        return (
+            f"the {state} that the call of {where} started from has zeros in the place of the inputs of "
+            f"{_positions(one.lacking)}, though nothing replaced it since it was written ({len(wrong)} calls): the "
+            "last call before it kept only inputs of its own"
+        )
     reason = "it is not zero" if one.position == 0 else f"not what was written behind position {one.position - 1}"
     text = f"the {state} that the call of {where} started from is not its own ({reason}; {len(wrong)} calls)"
     if one.source is not None:
@@ -73,6 +82,10 @@ def _text(name: str, wrong: list[Handover]) -> str:
     if one.slot >= 0:
         text += f"; slot {one.slot}" + (f" was sample {one.previous}'s before" if one.previous >= 0 else "")
     return text
+
+
+def _positions(found: tuple[int, ...]) -> str:
+    return f"position {found[0]}" if len(found) == 1 else f"positions {', '.join(map(str, found))}"
 
 
 def derived_value(e: Evidence) -> Finding | None:

@@ -234,9 +234,11 @@ def not_localised(e: Evidence, said_no: list[str], untested: dict[str, str]) -> 
     missing = sorted(set(untested.values()))
     evidence_: dict[str, Json] = {"ruled_out": ruled_out, "missing": missing, "rows": e.rows, "of": e.of}
     if e.out is None and not e.differ:
+        # What a recurrent operator reads beside its inputs, states and weights, has sites of its own.
+        wanted = f"{e.site.path}/*" if e.site.op in ("conv", "scan") else f"{e.site.owner}:*"
         text = (
             f"why is not known: no raw bits of {e.site.owner}:{e.site.port} on both sides; capture again with "
-            f"--level payload --sites '{e.site.owner}:*'"
+            f"--level payload --sites '{wanted}'"
         )
         if ruled_out:
             text += f"; ruled out by digest: {', '.join(ruled_out)}"

@@ -269,6 +269,27 @@ def training_ssm(wrap: Wrap) -> Iterator[None]:
 
 
 @contextmanager
+def prefill_conv_state(prefill: Wrap, last_inputs: Wrap) -> Iterator[None]:
+    """What a prefill step leaves behind for its convolutions, and where.
+
+    ``prefill``: ``MambaMixer._ssm_prefill(self, zxBCdt, *, conv_state, batch_indices, ...)``. ``last_inputs``:
+    ``causal_conv1d_varlen_states(x, cu_seqlens, state_len)`` as it is called in there.
+
+    Raises:
+        ImportError: mcore found no causal_conv1d, and nothing stands in for it.
+    """
+    import megatron.core.ssm.mamba_mixer as mixer
+
+    if not hasattr(mixer, "causal_conv1d_varlen_states"):
+        raise ImportError("causal_conv1d is not installed")
+    with (
+        patched(mixer.MambaMixer, "_ssm_prefill", prefill),
+        patched(mixer, "causal_conv1d_varlen_states", last_inputs),
+    ):
+        yield
+
+
+@contextmanager
 def recurrent_state_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Inference states of Mamba layers configured inside the block are kept in ``dtype``."""
     from megatron.core.inference.config import MambaInferenceStateConfig

@@ -37,4 +37,16 @@ MAMBA_LADDER: tuple[Switch, ...] = (
         target="MambaInferenceStateConfig.ssm_states_dtype",
         needs=(),
     ),
+    by_function(
+        "conv-state-short-chunks",
+        _BODIES + "whole_conv_state",
+        fixes="a last prefill chunk shorter than the convolution keeps the inputs of the chunk before it, not zeros",
+        owner="mcore",
+        group="mamba",
+        mechanism="lifecycle",
+        kind="patch",
+        target="MambaMixer._ssm_prefill, causal_conv1d_varlen_states",
+        alternatives=("no-chunked-prefill",),
+        needs=(),
+    ),
 )
