@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +51,7 @@ class Inner(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(marks, "_step", None)
+    monkeypatch.setattr(marks, "_refused", None)
 
 
 IDS = torch.tensor([[1, 2, 3]])
@@ -86,9 +88,65 @@ def test_marks_say_step_version_and_event(tmp_path: Path) -> None:
     with open_capture(tmp_path / "later") as capture:
         assert list(capture.frames["step"]) == [1], "a capture that begins later is told the step"
     with pytest.raises(UsageError):
-        zkl_debug.mark()
-    with pytest.raises(UsageError):
         marks.tap("a:b")(scale)
+
+
+def cyclic() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["itself"] = found
+    return found
+
+
+NOT_MARKS: list[tuple[dict[str, Any], str]] = [
+    ({}, "without step and event"),
+    ({"step": -1}, "step -1"),
+    ({"step": 2**31}, "step 2147483648"),
+    ({"step": 10**5000}, "step of type int"),
+    ({"step": 1.5}, "step 1.5"),
+    ({"step": "x"}, "step 'x'"),
+    ({"step": torch.ones(2)}, "step of type Tensor"),
+    ({"step": 3, "weight_version": 2**70}, "weight_version 1180591620717411303424"),
+    ({"event": "refit", "weight_version": 3}, "without a step"),
+    ({"event": 5}, "name is int"),
+    ({"event": "refit", "facts": cyclic()}, "facts of event 'refit'"),
+]
+
+
+@pytest.mark.parametrize(("mark", "told"), NOT_MARKS, ids=[told for _, told in NOT_MARKS])
+def test_a_mark_that_cannot_be_taken_neither_stops_the_program_nor_spoils_a_capture(
+    mark: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Tiny()
+    plain = model(IDS)
+    zkl_debug.mark(step=7)
+    with zkl_debug.capture(model, tmp_path / "c", side="train") as cap:  # type: ignore[operator]
+        zkl_debug.mark(**mark)
+        if mark.keys() <= {"step", "weight_version"} and mark:
+            cap.set_step(**mark)
+        assert torch.equal(model(IDS), plain)
+    assert capsys.readouterr().err.count("a mark was left out, the program goes on: ") == 1
+    with zkl_debug.capture(model, tmp_path / "later", side="train"):  # type: ignore[operator]
+        model(IDS)
+    for name in ("c", "later"):
+        with open_capture(tmp_path / name) as capture:
+            assert list(capture.frames["step"]) == [7]
+            notes = [note for note in capture.manifest["notes"] if "left out, the first: " in note]
+            assert bool(notes) is (name == "c" or "step" in mark), "a later capture hears that the step is an old one"
+            assert all(told in note for note in notes)
+            told_of = name == "c" and "weight_version" in mark and "event" in mark
+            assert [event.name for event in capture.events] == ["refit"] * told_of
+    with pytest.raises(UsageError), zkl_debug.capture(model, tmp_path / "s", side="train", strict=True):  # type: ignore[operator]
+        zkl_debug.mark(**mark)
+
+
+def test_numbers_of_other_libraries_are_steps(tmp_path: Path) -> None:
+    model = Tiny()
+    with zkl_debug.capture(model, tmp_path / "c", side="train"):  # type: ignore[operator]
+        for step in (np.int64(1), torch.tensor(2), 3.0, True):
+            zkl_debug.mark(step=step)  # type: ignore[arg-type]
+            model(IDS)
+    with open_capture(tmp_path / "c") as capture:
+        assert list(capture.frames["step"]) == [1, 2, 3, 1]
 
 
 def test_a_decorated_function_is_captured_call_by_call(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
@@ -16,8 +17,35 @@ from zkl_debug.errors import UsageError
 #: Captures that are open, in the order in which they were opened.
 _open: list[Any] = []
 _step: tuple[int, int | None] | None = None
+#: Why the last step that was marked could not be taken, for captures that are opened after it.
+_refused: UsageError | None = None
+
+#: What a capture can hold: a step in 32 bits, a weight version in 64, both signed.
+STEPS, VERSIONS = range(1 << 31), range(1 << 63)
 
 Function = Callable[..., Any]
+
+
+def whole(name: str, value: Any, known: range) -> int:
+    """A number of the program as a capture holds it; integers of numpy and torch are as good as Python's.
+
+    Args:
+        name: what it is, for the message.
+        value: anything.
+        known: numbers that can be held.
+
+    Raises:
+        UsageError: no whole number, or out of range.
+    """
+    try:
+        number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None or number not in known:
+        plain = isinstance(value, float | str) or (isinstance(value, int) and value.bit_length() < 100)
+        shown = repr(value)[:40] if plain else f"of type {type(value).__name__}"
+        raise UsageError(f"{name} {shown}", f"a whole number from 0 to {known[-1]}", f"zkl_debug.mark({name}=3)")
+    return number
 
 
 def opened(capture: Any) -> None:
@@ -25,6 +53,8 @@ def opened(capture: Any) -> None:
     _open.append(capture)
     if _step is not None:
         capture.set_step(*_step)
+    if _refused is not None:
+        capture.misused(_refused, stop=False)  # it began with no fault of its own
 
 
 def closed(capture: Any) -> None:
@@ -47,14 +77,32 @@ def mark(*, step: int | None = None, weight_version: int | None = None, event: s
         event: something that happened between forwards: ``refit``, ``optimizer_step``, ``sleep`` ...
         detail: further facts of the event; anything JSON can hold.
 
+    A mark that cannot be taken (neither a step nor an event, a step that is no whole number, is negative or too large)
+    is left out; the captures say so on stderr and in their manifests. It never stops the program.
+
     Raises:
-        UsageError: when neither a step nor an event is given.
+        UsageError: instead of that, from a capture with ``strict=True``.
     """
-    global _step
-    if step is None and not event:
-        raise UsageError("a mark without step and event", "zkl_debug.mark(step=3), or zkl_debug.mark(event='refit')")
-    if step is not None:
-        _step = (int(step), int(step) if weight_version is None else int(weight_version))
+    global _step, _refused
+    try:
+        if step is None and not event:
+            raise UsageError(
+                "a mark without step and event", "zkl_debug.mark(step=3), or zkl_debug.mark(event='refit')"
+            )
+        if step is None and weight_version is not None:
+            raise UsageError(
+                f"a mark of weight_version {weight_version} without a step", "both", "zkl_debug.mark(step=3)"
+            )
+        if step is not None:
+            number = whole("step", step, STEPS)
+            version = number if weight_version is None else whole("weight_version", weight_version, VERSIONS)
+            _step, _refused = (number, version), None
+    except UsageError as error:
+        # A capture that is opened later would take the step before it for the one that runs.
+        _refused = error if step is not None else _refused
+        for capture in tuple(_open):
+            capture.misused(error)
+        step = None
     for capture in tuple(_open):
         if step is not None and _step is not None:
             capture.set_step(*_step)

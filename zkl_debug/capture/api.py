@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from zkl_debug.capture.taps import TapSet
 from zkl_debug.capture.weights import WeightWatch
 from zkl_debug.errors import UsageError
 from zkl_debug.schema import Json, SiteKind
+from zkl_debug.store.layout import encode_json
 from zkl_debug.store.rest import end_rest, write_rest
 from zkl_debug.store.writer import CaptureWriter
 
@@ -114,6 +116,7 @@ class Capture:
         self._manifest: dict[str, Json] = {}
         self._id = uuid.uuid4().hex  # a copy of this capture is not another run
         self._rests = False
+        self._misused: list[str] = []
 
     # ---- context --------------------------------------------------------------------------------------------------
     def __enter__(self) -> Capture:
@@ -196,6 +199,9 @@ class Capture:
             self.adapter.finish(self)
         extra = {**self.session.summary(), **self._manifest, "left_patched": list(self.taps.left_in_place)}
         extra["id"] = self._id
+        if self._misused:
+            told = f"{len(self._misused)} marks of the program were left out, the first: {self._misused[0]}"
+            extra["notes"] = [*self.session.summary()["notes"], told]
         return extra
 
     def rest(self) -> None:
@@ -222,15 +228,54 @@ class Capture:
         self._pending = rows
 
     def set_step(self, step: int, weight_version: int | None = None) -> None:
-        """Say which training step the following frames belong to."""
+        """Say which training step the following frames belong to; what cannot be a step is left out (:meth:`misused`).
+
+        Args:
+            step: from 0, in 32 bits.
+            weight_version: from 0, in 64 bits; None leaves it as it is.
+        """
+        try:
+            number = marks.whole("step", step, marks.STEPS)
+            version = None if weight_version is None else marks.whole("weight_version", weight_version, marks.VERSIONS)
+        except UsageError as error:
+            self.misused(error)
+            return
         self.session.end_frame()
-        self.session.step = step
-        if weight_version is not None:
-            self.session.weight_version = weight_version
+        self.session.step = number
+        if version is not None:
+            self.session.weight_version = version
 
     def event(self, name: str, detail: Mapping[str, Json] | None = None) -> None:
-        """Note that something happened between forwards."""
-        self.session.event(name, detail)
+        """Note that something happened between forwards; what cannot be noted is left out (:meth:`misused`).
+
+        Args:
+            name: of the event.
+            detail: facts by name; values that JSON cannot hold are kept as their ``repr``.
+        """
+        try:
+            if not isinstance(name, str) or not name:
+                raise UsageError(f"an event whose name is {type(name).__name__}", "a text that is not empty")
+            try:  # as it is now: the program may go on writing into it
+                facts = json.loads(encode_json(dict(detail or {})))
+            except Exception as error:  # also what a repr of the program raises
+                raise UsageError(f"facts of event {name!r}: {error}", "a mapping that JSON can hold") from None
+        except UsageError as error:
+            self.misused(error)
+            return
+        self.session.event(name, facts)
+
+    def misused(self, error: UsageError, *, stop: bool = True) -> None:
+        """The program said something of itself that cannot be taken. It is left out and told; the program goes on.
+
+        Raises:
+            UsageError: the same, in strict mode, unless ``stop`` is false.
+        """
+        if self.options.strict and stop:
+            raise error
+        if not self._misused:
+            text = str(error).replace("\n", "; ")
+            print(f"zkl-debug: a mark was left out, the program goes on: {text}", file=sys.stderr)
+        self._misused.append(error.found)
 
     def tapped(self, name: str, direction: str, values: Sequence[Any]) -> None:
         """Record the tensors among the arguments or results of a function of the program.
