@@ -182,6 +182,59 @@ def test_programs_it_cannot_attach_to_are_said_and_keep_their_status(tmp_path: P
     assert attached(tmp_path / "d", "train", sys.executable, "-c", "").returncode == 2
 
 
+def of_class(module: str, name: str) -> tuple[str, ...]:
+    return ("--model", f"{module}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "why"),
+    [
+        ((), "-I", "python -I leaves the start-up hook out"),
+        ((), "import json", "no model that is known was imported"),
+        ((), "import transformers.modeling_utils", "transformers was imported, but no model of it was called"),
+        (of_class("nope", "Nope"), "import json", "--model nope:Nope: the program never imported a module nope"),
+        (of_class("json", "Nope"), "import json", "--model json:Nope: module json has no class Nope"),
+        (of_class("json", "JSONEncoder"), "import json", "no json:JSONEncoder was called"),
+    ],
+)
+def test_the_reason_that_is_known_is_the_one_that_is_told(
+    options: tuple[str, ...], code: str, why: str, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-I", "-c", ""] if code == "-I" else [sys.executable, "-c", code]
+    done = attached(tmp_path / "c", "train", *words, options=options)
+    assert done.returncode == 3
+    assert f"nothing was captured: {why}" in done.stderr
+    assert ("-I or -S" in done.stderr) is (code == "-I")
+
+
+def test_a_model_that_is_not_found_is_refused_though_another_was_captured(tmp_path: Path) -> None:
+    sequences = tmp_path / "s.json"
+    sequences.write_text(json.dumps([[1, 2, 3, 4]]))
+    words = (sys.executable, PROGRAM, "score", str(sequences))
+    done = attached(tmp_path / "c", "train", *words, options=of_class("nope", "Nope"))
+    assert done.returncode == 3
+    assert "never imported a module nope" in done.stderr
+    assert (tmp_path / "c" / "manifest.json").exists()
+    for wrong in ("nope", "a b:C", "__main__:Net"):
+        done = attached(tmp_path / "d", "train", *words, options=("--model", wrong))
+        assert (done.returncode, done.stdout) == (2, ""), "before the program is started"
+        assert "MODULE:CLASS" in done.stderr
+
+
+def test_patterns_that_fit_nothing_are_no_silent_capture(tmp_path: Path) -> None:
+    sequences = tmp_path / "s.json"
+    sequences.write_text(json.dumps([[1, 2, 3, 4]]))
+    words = (sys.executable, PROGRAM, "score", str(sequences))
+    nothing = attached(tmp_path / "c", "train", *words, options=("--sites", "zzz*"))
+    assert nothing.returncode == 3
+    assert "holds no site: no --sites pattern" in nothing.stderr
+    no_layer = attached(tmp_path / "d", "train", *words, options=("--layers", "7-9"))
+    assert no_layer.returncode == 3
+    assert "holds no site of a layer" in no_layer.stderr
+    some = attached(tmp_path / "e", "train", *words, options=("--sites", "*mlp*", "--layers", "0"))
+    assert (some.returncode, "zkl-debug" in some.stderr) == (0, False)
+
+
 def test_a_hidden_sitecustomize_still_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('mine')")
     cli = [sys.executable, "-m", "zkl_debug.cli.main", "capture", "--side", "x", "--out", str(tmp_path / "o"), "--"]

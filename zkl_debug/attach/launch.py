@@ -6,9 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from zkl_debug.attach import told
 from zkl_debug.attach.settings import Settings
 from zkl_debug.errors import CaptureInvalid, Refused, UsageError
 from zkl_debug.store.layout import MANIFEST, part_path
@@ -19,13 +22,25 @@ from zkl_debug.store.rest import rest_path
 _RANKS = 4096  # looked at for the part of a rank
 
 
-def run_attached(command: Sequence[str], settings: Settings) -> tuple[int, list[Path]]:
+@dataclass(frozen=True)
+class Ended:
+    """What is left of a program.
+
+    Attributes:
+        status: exit status as a shell gives it (128 + signal).
+        folders: captures it left.
+        facts: what its processes told (:mod:`zkl_debug.attach.told`).
+    """
+
+    status: int
+    folders: tuple[Path, ...]
+    facts: tuple[str, ...]
+
+
+def run_attached(command: Sequence[str], settings: Settings) -> Ended:
     """Run ``command`` to its end.
 
     Standard streams are the program's own. Interrupts go to it as they would without the command: this process waits.
-
-    Returns:
-        Its exit status as a shell gives it (128 + signal), and the capture folders it left.
 
     Raises:
         UsageError: when the folder is in use or the program cannot be started.
@@ -33,11 +48,16 @@ def run_attached(command: Sequence[str], settings: Settings) -> tuple[int, list[
     out = Path(settings.out)
     if out.exists():
         raise UsageError(f"{out} exists", "a new folder", f"rm -r {out}, or another --out")
+    with tempfile.TemporaryDirectory(prefix="zkl-told-") as name:
+        facts = Path(name) / "facts"
+        status = _run(command, os.environ | settings.environment() | {told.VARIABLE: str(facts)})
+        return Ended(status, tuple(collect(out)), told.read(facts))
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the program as well
     try:
-        with subprocess.Popen(
-            list(command), env=os.environ | settings.environment(), preexec_fn=_default_interrupt
-        ) as process:
+        with subprocess.Popen(list(command), env=environment, preexec_fn=_default_interrupt) as process:
             status = process.wait()
     except OSError as error:
         raise UsageError(
@@ -45,7 +65,7 @@ def run_attached(command: Sequence[str], settings: Settings) -> tuple[int, list[
         ) from error
     finally:
         signal.signal(signal.SIGINT, before)
-    return (128 - status if status < 0 else status), collect(out)
+    return 128 - status if status < 0 else status
 
 
 def _default_interrupt() -> None:

@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from zkl_debug import marks
+from zkl_debug.attach import told
 from zkl_debug.attach.imports import Callback, ImportWatch
-from zkl_debug.attach.settings import Settings, from_environment
+from zkl_debug.attach.settings import Settings, from_environment, model_parts
 
 #: Module of a program -> module with ``watch(module, program)`` that knows how its models are found.
 WATCHED = {
@@ -73,6 +74,7 @@ class Program:
             if self.settings.strict:
                 raise
             print(f"zkl-debug: {type(model).__name__} is not captured: {error}", file=sys.stderr)
+            told.tell(f"{told.FAILED}{type(model).__name__}: {error}")
             return False
         return True
 
@@ -162,19 +164,32 @@ def start() -> Program | None:
     settings = from_environment()
     if settings is None:
         return None
+    told.tell(told.ATTACHED)
     program = Program(settings)
     callbacks: dict[str, Callback] = {name: _watcher(target, program) for name, target in WATCHED.items()}
     callbacks["torch.optim.optimizer"] = lambda module: module.register_optimizer_step_post_hook(program.stepped)
     if settings.model:
-        name, _, attribute = settings.model.partition(":")
-        callbacks[name] = lambda module: program.watch_calls(getattr(module, attribute))
+        name, attribute = model_parts(settings.model)
+        callbacks[name] = lambda module: _watch_class(module, attribute, program)
     ImportWatch(callbacks).install()
     atexit.register(program.close)
     return program
 
 
+def _watch_class(module: ModuleType, name: str, program: Program) -> None:
+    """Watch the class that ``--model`` names."""
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        why = f"module {module.__name__} has no class {name}"
+        told.tell(f"{told.LACKS}{why}")
+        raise TypeError(why)
+    told.tell(told.FOUND)
+    program.watch_calls(found)
+
+
 def _watcher(target: str, program: Program) -> Callback:
     def imported(module: ModuleType) -> None:
+        told.tell(f"{told.IMPORTED}{module.__name__}")
         importlib.import_module(target).watch(module, program)
 
     return imported

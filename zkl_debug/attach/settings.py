@@ -115,6 +115,20 @@ def from_mapping(values: Any) -> Settings:
     return Settings(**made)
 
 
+def model_parts(text: str) -> tuple[str, str]:
+    """Module and class of ``module:Class``.
+
+    Raises:
+        ValueError: anything else, or a class of the script itself, whose import nobody sees.
+    """
+    module, _, name = text.partition(":")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"model is {text[:60]!r}; write MODULE:CLASS, e.g. my_package.model:MyModel")
+    if module == "__main__":
+        raise ValueError(f"model is {text[:60]!r}: the script itself is imported by nobody; put {name} into a module")
+    return module, name
+
+
 _NUMBERS = ("steps", "models", "requests")
 
 
@@ -132,28 +146,45 @@ def _checked(key: str, value: Any) -> Any:
         if value is None or (isinstance(value, list | tuple) and [type(n) for n in value] == [int, int]):
             return tuple(value) if value is not None else None
     elif key == "budget":
-        if value is None or (type(value) is int and value >= 0):
-            return value
-        if isinstance(value, str):
-            return _size(value)
+        try:
+            return None if value is None else parse_size(str(value) if type(value) is int else value)
+        except ValueError as error:
+            raise ValueError(f"budget: {error}") from None
     elif key in _NUMBERS:
         if type(value) is int and value >= 0:
             return value
     elif key == "strict":
         if isinstance(value, bool):
             return value
+    elif key == "model":
+        if not value:
+            return ""
+        if isinstance(value, str):
+            model_parts(value)
+            return value
     elif isinstance(value, str):
         return value
     raise ValueError(f"{key} is {str(value)[:40]!r}")
 
 
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("b", "kib", "mib", "gib", "tib", "pib", "eib"))} | {"": 1}
+_LARGEST = (1 << 63) - 1  # what a file system can count
 
 
-def _size(text: str) -> int:
-    """Bytes of ``4GiB``."""
-    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = text.strip()[len(digits) :].strip().lower()
-    if unit not in _UNITS or not digits.replace(".", "", 1).isdigit():
-        raise ValueError(f"budget is {text!r}; write 4GiB")
-    return int(float(digits) * _UNITS[unit])
+def parse_size(value: Any) -> int:
+    """Bytes of ``4GiB``, ``512MiB`` or ``1000``.
+
+    Raises:
+        ValueError: no size, a negative one, or one that no disk has.
+    """
+    text = value.strip().lower() if isinstance(value, str) else ""
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    try:
+        size = float(digits) * _UNITS[text[len(digits) :].strip()]
+    except (KeyError, ValueError):
+        raise ValueError(f"{str(value)[:40]!r} is not a size; write for example 4GiB, 512MiB or 1000") from None
+    if size < 0:
+        raise ValueError(f"{text!r} is less than nothing; 0 or more, or no budget for no cap")
+    if not size <= _LARGEST:
+        raise ValueError(f"{text!r} is more than any disk holds; leave the budget out for no cap")
+    return int(size)

@@ -188,6 +188,13 @@ class Capture:
                     "key other forwards with next_rows(...)",
                     file=sys.stderr,
                 )
+            elif self.session.frames_written and not self.session.metas:
+                told = ", ".join(sorted(self.session.filtered)[:3]) or "none"
+                print(
+                    f"zkl-debug: {self.out} holds no site: sites and layers leave nothing of the "
+                    f"{len(self.session.filtered)} that were seen, e.g. {told}",
+                    file=sys.stderr,
+                )
             writer.close(manifest=extra, reason=f"it ended early, by {type(error).__name__}" if error else "")
         except Exception as failure:
             if self.options.strict and error is None:

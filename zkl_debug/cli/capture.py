@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout
 from zkl_debug.cli.layoutopts import layout_options, take_layouts
 from zkl_debug.errors import ExitCode, UsageError
 
+#: Options that both kinds of run have; those of a program alone. All others are of a bed alone.
+_COMMON = frozenset({"side", "level", "sites", "layers", "budget", "strict", "out", "program", "bed"})
+_PROGRAM = frozenset({"steps", "requests", "model"})
 _SIDES = {"train": ("train",), "gen": ("gen",), "both": ("gen", "train")}
 
 
@@ -31,6 +36,36 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
     if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
         raise UsageError(f"--layers {text}", "a layer or an ascending range: 3 or 3-5")
     return int(first), int(last if dash else first)
+
+
+def _check_given(context: click.Context, wrong: Iterable[str], what: str) -> None:
+    """Refuse options that would do nothing.
+
+    Raises:
+        UsageError: naming them, and the same command without them.
+    """
+    source = click.core.ParameterSource.DEFAULT
+    given = [p for p in context.command.params if context.get_parameter_source(p.name or "") is not source]
+    refused = [option for option in given if option.name in wrong]
+    if not refused:
+        return
+    words = ["zkl-debug", "capture"]
+    for option in given:
+        if option in refused or not isinstance(option, click.Option):
+            continue
+        value = context.params[option.name or ""]
+        if option.is_flag:
+            words += [(option.opts if value else option.secondary_opts)[0]]
+            continue
+        for each in value if option.multiple else (value,):
+            words += [option.opts[0], str(each)]
+    program = context.params["program"]
+    names = ", ".join(option.opts[0] for option in refused)
+    raise UsageError(
+        f"{names}: does nothing for {'a program' if program else 'a bed'}",
+        f"options of {what} only with {what}",
+        shlex.join([*words, *(["--", *program] if program else [])]),
+    )
 
 
 @click.command("capture")
@@ -50,7 +85,10 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to create; gets train/ and gen/.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[-- PROGRAM ARGS...]")
+@click.pass_context
 def command(
+    context: click.Context,
+    /,
     bed: str | None,
     side: str,
     level: str,
@@ -75,6 +113,8 @@ def command(
     if program:
         if bed is not None:
             raise UsageError("both --bed and a program", "one of them")
+        own = {option.name or "" for option in context.command.params} - _COMMON - _PROGRAM
+        _check_given(context, own, "a bed")
         settings = Settings(
             str(out),
             side,
@@ -90,6 +130,7 @@ def command(
         return run_program(program, settings)
     if bed is None:
         raise UsageError("neither --bed nor a program after --", "one of them", "zkl-debug capture --help")
+    _check_given(context, _PROGRAM, "a program")
     if side not in _SIDES:
         raise UsageError(f"--side {side}", f"one of {', '.join(_SIDES)} for a bed")
     from zkl_debug.beds.record import RecordOptions, record_bed

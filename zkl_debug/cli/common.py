@@ -11,8 +11,7 @@ import click
 from rich.console import Console
 from rich.status import Status
 
-_SUFFIX = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-
+from zkl_debug.attach.settings import parse_size
 
 #: Documents printed by this process: a command prints one, or leaves it to the entry point to print its error.
 documents = 0
@@ -71,16 +70,10 @@ class Size(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        text = str(value).strip().lower()
-        digits = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
-        unit = text[len(digits) :].strip()
         try:
-            size = int(float(digits) * _SUFFIX[unit])
-            if size < 0:
-                raise ValueError(value)
-            return size
-        except (KeyError, ValueError, OverflowError):
-            self.fail(f"{value!r} is not a size; write for example 4GiB, 512MiB or 1000", param, ctx)
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 SIZE = Size()
