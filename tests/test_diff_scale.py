@@ -24,6 +24,7 @@ from zkl_debug.diff.verdict import Verdict
 from zkl_debug.errors import CaptureInvalid
 from zkl_debug.store.layout import segment_check
 from zkl_debug.store.reader import Capture, open_capture
+from zkl_debug.store.table import encode_metas, table_bytes, tabulate
 
 REFERENCE = Path(__file__).parent.parent / "captures" / "reference"
 SMALL = Synthetic(digests=4 * 60 * 80, ranks=4, layers=2, seed=3)
@@ -61,8 +62,11 @@ def document(verdict: Verdict) -> str:
 # Places of columns in the index.
 
 
-def change_index(root: Path, change: Callable[[dict[str, Any], h5py.File], None]) -> None:
-    """Change every entry of the site index of every segment, with all check values made to agree."""
+def change_index(root: Path, change: Callable[[dict[str, Any], h5py.File], None], *, table: bool = True) -> None:
+    """Change every entry of the site index of every segment, with all check values made to agree.
+
+    With ``table`` there is a site table of the changed index, as far as there can be one; without, it is gone.
+    """
     manifest = json.loads((root / "manifest.json").read_text())
     for segment in manifest["segments"]:
         path = root / segment["file"]
@@ -74,7 +78,17 @@ def change_index(root: Path, change: Callable[[dict[str, Any], h5py.File], None]
             checks = json.loads(file["check"][()].tobytes())
             del file["index"]
             file["index"] = np.frombuffer(raw, np.uint8)
-        segment["check"] = segment_check(raw, checks["frames"], checks["rows"])
+            segment["check"] = segment_check(raw, checks["frames"], checks["rows"])
+            segment.pop("table", None)
+            for name in ("site_table", "site_places", "site_metas"):
+                if name in file:
+                    del file[name]
+            if table:
+                columns, metas = tabulate(index), encode_metas(index)
+                file["site_table"], file["site_places"] = columns
+                file["site_metas"] = np.frombuffer(metas, np.uint8)
+                told = table_bytes(*columns, metas, segment["check"])
+                segment["table"] = segment_check(told, checks["frames"], checks["rows"])
         segment["bytes"] = path.stat().st_size
     (root / "manifest.json").write_text(json.dumps(manifest))
 
@@ -104,7 +118,7 @@ def test_columns_are_found_without_hdf5_and_are_the_same(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = Path(shutil.copytree(pair / "train", tmp_path / "old"))
-    change_index(old, forget_places)
+    change_index(old, forget_places, table=False)
     with open_capture(old) as cap:
         expected = columns(cap)
     with open_capture(pair / "train") as cap:
@@ -122,7 +136,7 @@ def test_places_of_long_columns(tmp_path: Path) -> None:
     write_side(tmp_path / "gen", size, "gen")
     old = Path(shutil.copytree(tmp_path / "gen", tmp_path / "old"))
     places: list[Any] = []
-    change_index(old, lambda entry, _file: places.append(entry.pop("at")))
+    change_index(old, lambda entry, _file: places.append(entry.pop("at")), table=False)
     assert len(places[0]["digest"]) > 2
     with open_capture(old) as one, open_capture(tmp_path / "gen") as two:
         assert columns(one) == columns(two)
@@ -186,11 +200,110 @@ def _unaligned(at: dict[str, list[int]]) -> None:
 def test_hostile_places_are_refused(pair: Path, tmp_path: Path, harm: Callable[[Any], None]) -> None:
     """Whatever the index says, digests come back right or not at all."""
     root = Path(shutil.copytree(pair / "train", tmp_path / "c"))
-    change_index(root, lambda entry, _file: harm(entry["at"]))
+    change_index(root, lambda entry, _file: harm(entry["at"]), table=False)
     with pytest.raises(CaptureInvalid), open_capture(root) as cap:
         columns(cap)
     verdict = diff_captures(root, pair / "gen")
     assert verdict.verdict == "refused"
+
+
+def change_table(root: Path, harm: Callable[[Any, Any], Any]) -> None:
+    """Change the site table of every segment, with all check values made to agree."""
+    manifest = json.loads((root / "manifest.json").read_text())
+    for segment in manifest["segments"]:
+        path = root / segment["file"]
+        with h5py.File(path, "r+") as file:
+            table, places = file["site_table"][()], file["site_places"][()]
+            metas = file["site_metas"][()].tobytes()
+            table, places = harm(table, places) or (table, places)
+            checks = json.loads(file["check"][()].tobytes())
+            for name, data in (("site_table", table), ("site_places", places)):
+                del file[name]
+                file[name] = data
+            told = table_bytes(table, places, metas, segment["check"])
+            segment["table"] = segment_check(told, checks["frames"], checks["rows"])
+        segment["bytes"] = path.stat().st_size
+    (root / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _set(name: str, value: int) -> Callable[[Any, Any], None]:
+    def harm(table: Any, _places: Any) -> None:
+        table[name][5] = value
+
+    return harm
+
+
+def _shift(step: int) -> Callable[[Any, Any], None]:
+    def harm(_table: Any, places: Any) -> None:
+        places[11] += step
+
+    return harm
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        _set("rows", -1),
+        _set("rows", 1 << 60),
+        _set("rows", 1),
+        _set("digest_pieces", 0),
+        _set("digest_pieces", 2),
+        _set("digest_pieces", 0xFFFFFFFE),
+        _set("digest_chunk", 0),
+        _set("digest_chunk", -1),
+        _set("row_chunk", 3),
+        _set("row_pieces", 0xFFFFFFFE),
+        _set("payload_rows", 7),
+        _set("payload_item", 3),
+        _set("index", 0xFFFFFFFF),
+        _shift(1 << 60),
+        _shift(-(1 << 60)),
+        _shift(16),
+        _shift(1),
+        lambda table, places: (table[:-1], places),
+        lambda table, places: (table, places[:-1]),
+        lambda table, places: (table, np.concatenate([places, places])),
+        lambda table, places: (table[["index", "rows"]], places),
+        lambda table, places: (table, places.astype("<f8")),
+    ],
+)
+def test_hostile_tables_are_refused(pair: Path, tmp_path: Path, harm: Callable[[Any, Any], Any]) -> None:
+    """Whatever the table says, digests come back right or not at all. HDF5 group numbers are used for payload only."""
+    root = Path(shutil.copytree(pair / "train", tmp_path / "c"))
+    with open_capture(root) as cap:
+        expected = columns(cap)
+    change_table(root, harm)
+    try:
+        with open_capture(root) as cap:
+            assert columns(cap) == expected
+    except CaptureInvalid:
+        assert diff_captures(root, pair / "gen").verdict == "refused"
+    else:
+        assert diff_captures(root, pair / "gen").verdict == "identical"
+
+
+def test_a_table_is_used_only_where_the_manifest_knows_it(pair: Path, tmp_path: Path) -> None:
+    """A table that the manifest does not vouch for is left alone; one that it names must be there."""
+    root = Path(shutil.copytree(pair / "train", tmp_path / "c"))
+    change_table(root, _set("rows", 1))
+    manifest = json.loads((root / "manifest.json").read_text())
+    for segment in manifest["segments"]:
+        del segment["table"]
+    (root / "manifest.json").write_text(json.dumps(manifest))
+    assert diff_captures(root, pair / "gen").verdict == "identical"
+    for segment in manifest["segments"]:
+        segment["table"] = "0" * 32
+    (root / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CaptureInvalid, match="site table"):
+        open_capture(root)
+    other = Path(shutil.copytree(pair / "train", tmp_path / "d"))
+    with h5py.File(other / "rank00001.seg000.h5", "r+") as file:
+        del file["site_table"]
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["segments"][1]["bytes"] = (other / "rank00001.seg000.h5").stat().st_size
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CaptureInvalid, match="site_table is missing"):
+        open_capture(other)
 
 
 def test_swapped_places_are_refused(pair: Path, tmp_path: Path) -> None:

@@ -91,18 +91,42 @@ def fold_digest(data: NDArray[Any]) -> str:
     return fold_hex(fold_blocks(data), data.nbytes)
 
 
-def fold_equal_parts(data: NDArray[Any], parts: int) -> list[str]:
-    """Check values of the parts of a contiguous array that fall into equal pieces along its first axis.
+def fold_parts(data: NDArray[Any], parts: Sequence[int]) -> U64:
+    """Check values of the parts that a contiguous array falls into along its first axis.
 
-    Each is what :func:`fold_digest` gives for the part alone; small parts are folded all at once.
+    Args:
+        data: [n, ...].
+        parts: rows of each part, in order; they add up to n.
+
+    Returns:
+        [len(parts), 2] uint64: what :func:`fold_digest` gives for each part alone; small ones are folded at once.
     """
-    nbytes = data.nbytes // max(1, parts)
-    if not nbytes or nbytes > INDEX_CHUNK_BYTES or parts == 1:
-        return [fold_digest(part) for part in data.reshape(parts, -1, *data.shape[1:])]
-    folded = np.empty((parts, 3), np.uint64)
-    folded[:, :2] = digest_rows(data.reshape(-1).view(np.uint8).reshape(parts, nbytes))
-    folded[:, 2] = nbytes
-    return [f"{low:016x}{high:016x}" for low, high in digest_rows(folded.view(np.uint8)).tolist()]
+    counts = np.array(parts, np.int64)
+    row_bytes = data.nbytes // max(1, len(data))
+    largest = int(counts.max(initial=0)) * row_bytes
+    if len(parts) < 2 or not largest or largest > INDEX_CHUNK_BYTES or not counts.all():
+        return _fold_each(data, counts)
+    flat = data.reshape(-1).view(np.uint8)
+    if (counts == counts[0]).all():
+        padded = flat.reshape(len(parts), largest)
+    elif len(parts) * largest > _PADDING * data.nbytes:
+        return _fold_each(data, counts)
+    else:  # zeros behind a row of bytes leave its digest as it is
+        padded = np.zeros((len(parts), largest), np.uint8)
+        padded[np.arange(largest) < counts[:, None] * row_bytes] = flat
+    folded = np.empty((len(parts), 3), np.uint64)
+    folded[:, :2] = digest_rows(padded)
+    folded[:, 2] = counts * row_bytes
+    return digest_rows(folded.view(np.uint8))
+
+
+_PADDING = 4  # bytes with zeros, over those without, up to which folding all at once is worth it
+
+
+def _fold_each(data: NDArray[Any], counts: NDArray[np.int64]) -> U64:
+    stops = np.cumsum(counts).tolist()
+    checks = [fold_digest(data[stop - count : stop]) for stop, count in zip(stops, counts.tolist(), strict=True)]
+    return np.array([(int(c[:16], 16), int(c[16:], 16)) for c in checks], np.uint64).reshape(-1, 2)
 
 
 def segment_check(index: bytes, frames: str, rows: str) -> str:

@@ -88,6 +88,7 @@ def _segment_json(entry: SegmentEntry) -> dict[str, Json]:
         "frames": entry.summary.frames,
         "rows": entry.summary.rows,
         "check": entry.summary.check,
+        "table": entry.summary.table,
     }
 
 

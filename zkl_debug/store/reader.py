@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,210 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zkl_debug.digest import wrong_rows
-from zkl_debug.errors import CaptureInvalid, Refused
+from zkl_debug.errors import CaptureInvalid
 from zkl_debug.schema import (
     FORMAT,
     FORMAT_VERSION,
     FRAME_DTYPE,
     ROW_DTYPE,
-    U64,
     EventRecord,
     Json,
     SiteMeta,
     StateRecord,
 )
-from zkl_debug.store.layout import MANIFEST, fold_equal_parts, list_segment_files
+from zkl_debug.store.layout import MANIFEST, list_segment_files
 from zkl_debug.store.manifest import read_json
-from zkl_debug.store.mapped import ColumnData
-from zkl_debug.store.segment_reader import Known, SegmentReader, SiteEntry
+from zkl_debug.store.segment_reader import SegmentReader
+from zkl_debug.store.site import Pages, Part, Site, join
+from zkl_debug.store.table import Known
 from zkl_debug.store.wal import is_being_written
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A site's data in one segment; ``base`` is the capture row of the segment's first row."""
-
-    reader: SegmentReader
-    entry: SiteEntry
-    base: int
-
-
-class _Pages:
-    """Keeps what was mapped of the files from filling the memory."""
-
-    _LIMIT = 48 << 20
-
-    def __init__(self, readers: Sequence[SegmentReader]) -> None:
-        self._readers = readers
-        self._read = 0
-
-    def count(self, nbytes: int) -> None:
-        """Take note of bytes that were read, and let go of the files' pages once they are many."""
-        self._read += nbytes
-        if self._read > self._LIMIT:
-            self._read = 0
-            for reader in self._readers:
-                reader.release()
-
-
-class Site:
-    """One site of a capture, over all its segments. Data is read on first use and checked against the manifest.
-
-    Attributes:
-        meta: the site; ``order`` is its place in execution order.
-    """
-
-    def __init__(self, meta: SiteMeta, parts: list[_Part], shared: dict[Any, NDArray[np.int64]], pages: _Pages) -> None:
-        self.meta = meta
-        self._parts = parts
-        self._shared = shared  # row numbers of the capture's sites, by their check values
-        self._pages = pages
-        self._starts = np.cumsum([0, *(part.entry.rows for part in parts)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    @cached_property
-    def rows(self) -> NDArray[np.int64]:
-        """Capture row of each row of the site, [n] int64. Sites with equal rows share one array: never write to it."""
-        key = tuple((part.base, part.entry.rows, part.entry.check_row) for part in self._parts)
-        known = self._shared.get(key)
-        if known is None:
-            parts = [part.reader.site_rows(part.entry).astype(np.int64) + part.base for part in self._parts]
-            known = self._shared[key] = _join(parts, np.zeros(0, np.int64))
-        return known
-
-    @property
-    def digest(self) -> U64:
-        """multilinear-128 of each row, [n, 2] uint64. Read anew each time: those of all sites could fill the memory."""
-        if len(self._parts) == 1:
-            return self._parts[0].reader.site_digest(self._parts[0].entry)
-        digest = _join([p.reader.unchecked_digest(p.entry) for p in self._parts], np.zeros((0, 2), np.uint64))
-        self._confirm(digest)
-        self._pages.count(digest.nbytes)
-        return digest
-
-    def _confirm(self, digest: U64) -> None:
-        """Compare every part that was not checked yet with its check value, runs of parts of one size at once."""
-        for rows, run in groupby(range(len(self._parts)), key=lambda k: self._parts[k].entry.rows):
-            numbers = list(run)
-            new = [self._parts[k] for k in numbers if not self._parts[k].reader.is_sound(self._parts[k].entry)]
-            if not new:
-                continue
-            start = int(self._starts[numbers[0]])
-            checks = fold_equal_parts(digest[start : start + rows * len(numbers)], len(numbers))
-            for k, check in zip(numbers, checks, strict=True):
-                self._parts[k].reader.confirm(self._parts[k].entry, check)
-
-    @property
-    def head(self) -> U64:
-        """Digests of the first rows, as many as the first segment that has any holds, [m, 2] uint64; m <= n."""
-        for part in self._parts:
-            if part.entry.rows:
-                return part.reader.site_digest(part.entry)
-        return np.zeros((0, 2), np.uint64)
-
-    @property
-    def has_payload(self) -> bool:
-        """Whether any row has a payload."""
-        return any(part.entry.payload_rows for part in self._parts)
-
-    @property
-    def payload_rows(self) -> int:
-        """Number of rows that have a payload."""
-        return sum(part.entry.payload_rows for part in self._parts)
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of payload."""
-        return sum(
-            p.entry.payload_rows * p.entry.payload_width * p.entry.payload_dtype.itemsize
-            for p in self._parts
-            if p.entry.payload_dtype is not None
-        )
-
-    @property
-    def payload_dropped(self) -> int:
-        """Rows whose payload was not taken because of the byte budget."""
-        return sum(part.entry.dropped for part in self._parts)
-
-    @cached_property
-    def payload_index(self) -> NDArray[np.int64]:
-        """Which of the site's rows (0 .. n-1) have a payload, [m] int64, increasing."""
-        return _join(
-            [
-                part.reader.site_payload_row(part.entry) + self._starts[k]
-                for k, part in enumerate(self._parts)
-                if part.entry.payload_rows
-            ],
-            np.zeros(0, np.int64),
-        )
-
-    @cached_property
-    def _columns(self) -> list[ColumnData]:
-        return [part.reader.site_payload(part.entry) for part in self._parts if part.entry.payload_rows]
-
-    @cached_property
-    def _column_starts(self) -> NDArray[np.int64]:
-        return np.cumsum([0, *(len(column) for column in self._columns)])
-
-    def payload(self, i: NDArray[np.int64] | slice) -> NDArray[Any]:
-        """Raw bits of rows of the site, mapped from the file.
-
-        Args:
-            i: numbers of the site's rows (0 .. n-1, as in :attr:`rows`), or a slice of them.
-
-        Returns:
-            [len(i), W] in the storage dtype; read-only where it is a view of the file.
-
-        Raises:
-            Refused: when a row has no payload.
-        """
-        wanted = np.arange(*i.indices(len(self))) if isinstance(i, slice) else np.asarray(i, np.int64)
-        if not self.has_payload:
-            raise Refused(f"site {self.meta.name} has no payload", "a capture made with --level payload")
-        index = self.payload_index
-        place = np.searchsorted(index, wanted)
-        if len(wanted) and (place >= len(index)).any() | (index[np.minimum(place, len(index) - 1)] != wanted).any():
-            raise Refused(
-                f"site {self.meta.name}: {len(wanted)} rows asked for, some have no payload",
-                "rows of Site.payload_index",
-            )
-        part = np.searchsorted(self._column_starts, place, side="right") - 1
-        if len(place) and (part == part[0]).all():
-            return self._columns[int(part[0])].take(place - self._column_starts[part[0]])
-        out = np.empty((len(place), self._columns[0].shape[1]), self._columns[0].dtype)
-        for k in np.unique(part):
-            where = np.flatnonzero(part == k)
-            out[where] = self._columns[int(k)].take(place[where] - self._column_starts[k])
-        return out
-
-    def payload_pieces(self, start: int, stop: int) -> Iterator[NDArray[Any]]:
-        """Yield raw bits of the site's rows ``start`` .. ``stop - 1``, which all must have them, without copies.
-
-        Yields:
-            [k, W] in the storage dtype, in order; each is as long as the file has it in one piece.
-        """
-        first, last = np.searchsorted(self.payload_index, [start, stop]).tolist()
-        if last - first != stop - start:
-            raise Refused(f"site {self.meta.name}: some of its rows have no payload", "rows of Site.payload_index")
-        for k, column in enumerate(self._columns):
-            base = int(self._column_starts[k])
-            yield from column.pieces(max(0, first - base), min(len(column), last - base))
-        self._pages.count(self.row_bytes * (stop - start))
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row's payload; 0 without payload."""
-        return self._columns[0].row_bytes if self._columns else 0
-
-    def payload_blocks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
-        """Yield (site rows [k], raw bits [k, W]) over all payload in file order, about 1 MiB at a time, no copies."""
-        for start, column in zip(self._column_starts, self._columns, strict=False):
-            for first, block in column.blocks():
-                at = int(start) + first
-                self._pages.count(block.nbytes)
-                yield self.payload_index[at : at + len(block)], block
 
 
 class Capture:
@@ -243,13 +55,17 @@ class Capture:
         self.place = root.resolve()
         self.side: str = manifest["side"]
         self.meta: dict[str, Json] = manifest["meta"] if meta is None else meta
-        self.frames, self.frame_rank, self.rows, bases = _join_tables(readers)
-        self.sites = _join_sites(readers, bases)
+        self.frames, self.frame_rank, self.rows = _join_tables(readers)
         self.events = _join_events(readers)
         self.states: dict[int, list[StateRecord]] = {}
         for reader in readers:
             for seq, records in reader.states.items():
                 self.states.setdefault(seq, []).extend(records)
+
+    @cached_property
+    def sites(self) -> dict[str, Site]:
+        """Sites by name, in execution order."""
+        return _join_sites(self._readers)
 
     def by_rank(self) -> dict[int, Capture]:
         """What each rank recorded, as captures of their own over the same open files."""
@@ -272,37 +88,34 @@ class Capture:
         self.close()
 
 
-def _join[T: np.generic](parts: Sequence[NDArray[T]], empty: NDArray[T]) -> NDArray[T]:
-    if not parts:
-        return empty
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
 def _join_tables(
     readers: list[SegmentReader],
-) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any], list[int]]:
-    frames = np.array(_join([r.frames for r in readers], np.zeros(0, FRAME_DTYPE)))
-    rows = np.array(_join([r.rows for r in readers], np.zeros(0, ROW_DTYPE)))
+) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]:
+    frames = np.array(join([r.frames for r in readers], np.zeros(0, FRAME_DTYPE)))
+    rows = np.array(join([r.rows for r in readers], np.zeros(0, ROW_DTYPE)))
     ranks = np.repeat(np.array([r.rank for r in readers], np.int32), [len(r.frames) for r in readers])
     frames["frame"] = np.arange(len(frames))
     rows["frame"] = np.repeat(frames["frame"], frames["n_rows"])
-    bases = [0, *np.cumsum([len(r.rows) for r in readers]).tolist()]
-    return frames, ranks, rows, bases[:-1]
+    return frames, ranks, rows
 
 
-def _join_sites(readers: list[SegmentReader], bases: list[int]) -> dict[str, Site]:
-    found: dict[str, tuple[SiteMeta, list[_Part]]] = {}
-    for reader, base in zip(readers, bases, strict=True):
-        for entry in reader.sites:
-            meta = entry.meta
+def _join_sites(readers: list[SegmentReader]) -> dict[str, Site]:
+    found: dict[str, tuple[SiteMeta, list[Part]]] = {}
+    base = 0
+    for reader in readers:
+        for number, meta in enumerate(reader.table.metas):
             first = found.get(meta.name)
             if first is not None and first[0] is not meta and not _same_layout(first[0], meta):
                 owner, _, port = meta.name.rpartition(":")
                 meta = replace(meta, name=f"{owner}@{reader.rank}:{port}")
-            found.setdefault(meta.name, (meta, []))[1].append(_Part(reader, entry, base))
+                first = found.get(meta.name)
+            if first is None:
+                first = found[meta.name] = (meta, [])
+            first[1].append((reader, number, base))
+        base += len(reader.rows)
     ordered = sorted(found.values(), key=lambda item: item[0].order)
     shared: dict[Any, NDArray[np.int64]] = {}
-    pages = _Pages(readers)
+    pages = Pages(readers)
     return {meta.name: Site(meta, parts, shared, pages) for meta, parts in ordered}
 
 
@@ -428,7 +241,7 @@ def _open_segment(root: Path, segment: Any, manifest: dict[str, Json], known: Kn
         raise CaptureInvalid(
             f"{path} has {size} bytes, the manifest says {segment.get('bytes')}", "the file as it was written"
         )
-    reader = SegmentReader(path, str(segment.get("check", "")), known)
+    reader = SegmentReader(path, str(segment.get("check", "")), known, str(segment.get("table", "")))
     wrong = ""
     if (reader.rank, reader.side, reader.world) != (segment.get("rank"), manifest["side"], manifest["world"]):
         wrong = "rank, side or world"

@@ -29,6 +29,7 @@ from zkl_debug.schema import (
 )
 from zkl_debug.store.column import PAGE_BYTES, Column, Direct, Extents, Output, Target, put_array, put_attr, put_json
 from zkl_debug.store.layout import CHUNK_BYTES, INDEX_CHUNK_BYTES, encode_json, kept_check, segment_check, site_to_json
+from zkl_debug.store.table import encode_metas, table_bytes, tabulate
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a closed segment holds; ``sites`` is its site index as stored in the file."""
+    """What a closed segment holds; ``sites`` is its site index as stored, ``table`` the check value of its table."""
 
     frames: int
     rows: int
@@ -72,6 +73,7 @@ class Summary:
     states: int
     check: str
     sites: list[dict[str, Json]]
+    table: str
 
 
 class SegmentWriter:
@@ -178,8 +180,10 @@ class SegmentWriter:
         self._close_states(root)
         checks = {"frames": self._frames.check(), "rows": self._rows.check()}
         put_json(self._target, root, "index", index)
+        check = segment_check(encode_json(index), **checks)
+        table = self._close_table(root, index, check, checks)
         kept = kept_check(encode_json(self.header["meta"]), self._events, self._states)
-        put_json(self._target, root, "check", {**checks, "kept": kept})
+        put_json(self._target, root, "check", {**checks, "kept": kept, "table": table})
         self._target.output.settle()
         self._file.close()
         os.close(self._fd)
@@ -188,9 +192,20 @@ class SegmentWriter:
             rows=self._rows.rows,
             events=len(self._events),
             states=sum(len(records) for records in self._states.values()),
-            check=segment_check(encode_json(index), **checks),
+            check=check,
             sites=index,
+            table=table,
         )
+
+    def _close_table(
+        self, root: Any, index: Sequence[Mapping[str, Json]], check: str, checks: Mapping[str, str]
+    ) -> str:
+        """Write the site index once more in the form that is quick to read; returns its check value."""
+        (table, places), metas = tabulate(index), encode_metas(index)
+        put_array(self._target, root, "site_table", table)
+        put_array(self._target, root, "site_places", places)
+        put_array(self._target, root, "site_metas", np.frombuffer(metas, np.uint8))
+        return segment_check(table_bytes(table, places, metas, check), **checks)
 
     def _close_site(self, site: Site) -> dict[str, Json]:
         site.row.finish()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,33 @@ from zkl_debug.schema import (
     ROW_DTYPE,
     EventRecord,
     Json,
-    SiteMeta,
     StateRecord,
 )
-from zkl_debug.store.layout import fold_digest, kept_check, payload_dtype, segment_check, site_from_json
+from zkl_debug.store.layout import fold_digest, kept_check, segment_check
 from zkl_debug.store.mapped import ColumnData, MappedFile, slice_rows
 from zkl_debug.store.segment import Summary
+from zkl_debug.store.table import (
+    PLACE_DTYPE,
+    TABLE_DTYPE,
+    Known,
+    SiteTable,
+    decode_metas,
+    make_table,
+    table_bytes,
+    tabulate,
+)
 
-_DAMAGE = (OSError, KeyError, ValueError, TypeError, RuntimeError, AttributeError, IndexError, RecursionError)
+_DAMAGE = (
+    OSError,
+    KeyError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    AttributeError,
+    IndexError,
+    RecursionError,
+    OverflowError,
+)
 
 
 @contextmanager
@@ -47,35 +65,6 @@ def refusing(path: Path) -> Iterator[None]:
         ) from None
 
 
-#: Rows of a chunk and the byte offsets of the chunks.
-Place = tuple[int, list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class SiteEntry:
-    """A site of a segment as its index describes it; checks are hexadecimal check values.
-
-    ``at_row`` and ``at_digest`` say where the bytes are, so that HDF5 need not be asked; None in older captures.
-    """
-
-    index: int
-    meta: SiteMeta
-    rows: int
-    dropped: int
-    check_row: str
-    check_digest: str
-    payload_rows: int
-    payload_dtype: np.dtype[Any] | None
-    payload_width: int
-    payload_sparse: bool
-    at_row: Place | None = None
-    at_digest: Place | None = None
-
-
-#: Sites seen in other segments of a capture, as stored and as read.
-Known = dict[str, tuple[Any, SiteMeta]]
-
-
 class SegmentReader:
     """One closed segment.
 
@@ -83,17 +72,18 @@ class SegmentReader:
         path: the HDF5 file.
         check: check value from the manifest, or an empty string to take the file's own word.
         known: sites of other segments of the capture, which this one most likely shares; added to.
+        table: check value of the site table from the manifest; the site index is then left alone. Empty to read the
+            index, which is all that older captures have.
 
     Raises:
         CaptureInvalid: when the file is not a whole, unaltered segment of format 1.
     """
 
-    def __init__(self, path: Path, check: str = "", known: Known | None = None) -> None:
+    def __init__(self, path: Path, check: str = "", known: Known | None = None, table: str = "") -> None:
         self.path = path
         self._known: Known = {} if known is None else known
         self._groups: dict[str, Any] = {}
-        self._sound: set[int] = set()  # sites whose digests were checked
-        self._known_rows: dict[tuple[str, int], NDArray[np.uint32]] = {}
+        self._known_rows: dict[int, NDArray[np.uint32]] = {}
         if path.is_symlink() or not path.is_file():
             raise CaptureInvalid(f"{path} is not a regular file", "a segment inside the capture folder")
         if path.stat().st_size == 0:
@@ -104,7 +94,8 @@ class SegmentReader:
             with refusing(path):
                 self._map = MappedFile(path)
                 self._memory = self._map.bytes
-                self._read(check)
+                self._view = memoryview(self._memory)
+                self._read(check, table)
         except BaseException:
             self._file.close()
             raise
@@ -118,66 +109,68 @@ class SegmentReader:
         """Let go of the file's pages in memory; arrays that were handed out stay valid."""
         self._map.release()
 
-    def _read(self, check: str) -> None:
+    def _read(self, check: str, table: str) -> None:
         attrs = self._file.attrs
         found = (_text(attrs["format"]), int(attrs["version"]))
         if found != (FORMAT, FORMAT_VERSION):
             raise CaptureInvalid(f"{self.path} is {found[0]} version {found[1]}", f"{FORMAT} version {FORMAT_VERSION}")
         self.side = _text(attrs["side"])
         self.rank, self.world, self.segment = (int(attrs[key]) for key in ("rank", "world", "segment"))
-        self.meta: dict[str, Json] = self._json("meta")
+        raw_meta = self._bytes("meta")
+        self.meta: dict[str, Json] = json.loads(raw_meta)
         self.frames: NDArray[Any] = self._column("frames", FRAME_DTYPE, ()).all()
         self.rows: NDArray[Any] = self._column("rows", ROW_DTYPE, ()).all()
         if int(self.frames["n_rows"].sum(dtype=np.int64)) != len(self.rows):
             raise ValueError("the frames do not have as many rows as there are")
-        index_bytes = self._bytes("index")
-        raw_index = json.loads(index_bytes)
-        self.sites = [self._entry(entry) for entry in raw_index]
-        expected = segment_check(index_bytes, fold_digest(self.frames), fold_digest(self.rows))
         own = self._json("check")
-        stored = segment_check(index_bytes, own["frames"], own["rows"])
-        if expected != stored or (check and check != expected):
-            raise ValueError("frames, rows or the site index are not what was written")
+        self._folds = fold_digest(self.frames), fold_digest(self.rows)
+        if self._folds != (own["frames"], own["rows"]):
+            raise ValueError("frames or rows are not what was written")
+        self.table: SiteTable = self._site_table(table, check) if table else self._site_index(check)
         self.events = self._events()
         self.states = self._states()
-        if "kept" in own and own["kept"] != kept_check(self._bytes("meta"), self.events, self.states):
+        if "kept" in own and own["kept"] != kept_check(raw_meta, self.events, self.states):
             raise ValueError("its events, state or facts of the program are not what was written")
-        self._check = expected
+
+    def _site_index(self, check: str) -> SiteTable:
+        """The sites from their JSON index."""
+        raw = self._bytes("index")
+        if check and check != segment_check(raw, *self._folds):
+            raise ValueError("frames, rows or the site index are not what was written")
+        index = json.loads(raw)
+        return make_table(decode_metas((e["site"] for e in index), self._known), *tabulate(index), self._memory.size)
+
+    def _site_table(self, expected: str, check: str) -> SiteTable:
+        """The sites from their table."""
+        table, places, raw = self._raw_table()
+        if expected != segment_check(table_bytes(table, places, raw, check), *self._folds):
+            raise ValueError("frames, rows or the site table are not what was written")
+        metas = self._known.get(raw)
+        if metas is None:
+            metas = self._known[raw] = decode_metas(json.loads(raw), self._known)
+        return make_table(metas, table, places, self._memory.size)
+
+    def _raw_table(self) -> tuple[NDArray[Any], NDArray[np.int64], bytes]:
+        table = self._column("site_table", TABLE_DTYPE, ()).all()
+        places = self._column("site_places", PLACE_DTYPE, ()).all()
+        return table, places, self._bytes("site_metas")
 
     @property
     def summary(self) -> Summary:
         """What the manifest says of the segment. Reads the site index again: it is too large to keep."""
         with refusing(self.path):
+            index = self._bytes("index")
+            check = segment_check(index, *self._folds)
+            tabulated = "table" in self._json("check")
             return Summary(
                 frames=len(self.frames),
                 rows=len(self.rows),
                 events=len(self.events),
                 states=sum(len(records) for records in self.states.values()),
-                check=self._check,
-                sites=self._json("index"),
+                check=check,
+                sites=json.loads(index),
+                table=segment_check(table_bytes(*self._raw_table(), check), *self._folds) if tabulated else "",
             )
-
-    def _entry(self, entry: Any) -> SiteEntry:
-        meta = self._meta_of(entry["site"])
-        dtype = payload_dtype(entry["payload_dtype"]) if "payload_dtype" in entry else None
-        numbers = [entry[key] for key in ("index", "rows", "dropped")]
-        numbers += [entry.get(key, 0) for key in ("payload_rows", "payload_width")]
-        if any(not isinstance(n, int) or n < 0 for n in numbers):
-            raise ValueError(f"the counts of site {meta.name} are damaged")
-        index, rows, dropped, payload_rows, width = numbers
-        checks = str(entry["check_row"]), str(entry["check_digest"])
-        at = entry.get("at")
-        places = (None, None) if at is None else (_place(at["row"]), _place(at["digest"]))
-        sparse = bool(entry.get("payload_sparse"))
-        return SiteEntry(index, meta, rows, dropped, *checks, payload_rows, dtype, width, sparse, *places)
-
-    def _meta_of(self, site: Any) -> SiteMeta:
-        name = site.get("name") if isinstance(site, dict) else None
-        if isinstance(name, str) and name in self._known and self._known[name][0] == site:
-            return self._known[name][1]
-        meta = site_from_json(site)
-        self._known.setdefault(meta.name, (site, meta))
-        return meta
 
     def _dataset(self, name: str) -> Any:
         """Open a dataset by path, following hard links only."""
@@ -292,78 +285,86 @@ class SegmentReader:
             ]
         return states
 
-    def _index_column(self, entry: SiteEntry, name: str, place: Place | None) -> NDArray[Any]:
-        """The ``row`` or ``digest`` column of a site: where the index says it is, else where HDF5 does.
+    def _index_column(self, number: int, name: str) -> NDArray[Any]:
+        """The ``row`` or ``digest`` column of a site: where its table says it is, else where HDF5 does.
 
-        A place is bounds-checked here, and what is found there must have the check value that the index gives.
+        What is found there must have the check value that the table gives.
         """
         dtype, row_shape = _INDEX_COLUMNS[name]
+        rows, place = self.table.rows[number], self.table.place(number, name)
         if place is None:
-            return self._column(f"sites/{entry.index:05d}/{name}", dtype, row_shape, entry.rows).all()
-        if len(place[1]) == 1 and place[0] >= entry.rows:
-            return slice_rows(self._memory, dtype, row_shape, entry.rows, place[1][0])
-        column = ColumnData(self._memory, dtype, (entry.rows, *row_shape))
+            return self._column(f"{self._site_group(number)}/{name}", dtype, row_shape, rows).all()
+        if len(place[1]) == 1:
+            return slice_rows(self._memory, dtype, row_shape, rows, place[1][0])
+        column = ColumnData(self._memory, dtype, (rows, *row_shape))
         column.place(*place)
         return column.all()
 
-    # Columns of a site. All raise CaptureInvalid, naming the file, when the data is not what was written.
+    def _site_group(self, number: int) -> str:
+        return f"sites/{int(self.table.table['index'][number]):05d}"
 
-    def site_rows(self, entry: SiteEntry) -> NDArray[np.uint32]:
+    # Columns of a site, by its number in the table. All raise CaptureInvalid, naming the file, when the data is not
+    # what was written.
+
+    def site_rows(self, number: int) -> NDArray[np.uint32]:
         """Rows of the segment that the site has, [n] uint32.
 
-        Most sites have the same rows: where the index, which was checked, gives the same 128-bit check value as for a
+        Most sites have the same rows: where the table, which was checked, gives the same 128-bit check value as for a
         site read before, the rows of that site are given.
         """
-        key = (entry.check_row, entry.rows)
-        known = self._known_rows.get(key)
+        code = self.table.row_codes[number]
+        known = self._known_rows.get(code)
         if known is not None:
             return known
         with refusing(self.path):
-            rows = self._index_column(entry, "row", entry.at_row)
-            if fold_digest(rows) != entry.check_row or (len(rows) and int(rows.max()) >= len(self.rows)):
-                raise ValueError(f"the row numbers of site {entry.meta.name} are not what was written")
-            self._known_rows[key] = rows
+            rows = self._index_column(number, "row")
+            unknown = len(rows) and int(rows.max()) >= len(self.rows)
+            if fold_digest(rows) != self.table.check_hex(number, "row") or unknown:
+                raise ValueError(f"the row numbers of site {self.table.metas[number].name} are not what was written")
+            self._known_rows[code] = rows
             return rows
 
-    def site_digest(self, entry: SiteEntry) -> NDArray[np.uint64]:
-        """Digests of the site's rows, [n, 2] uint64."""
-        digest = self.unchecked_digest(entry)
-        if not self.is_sound(entry):
-            self.confirm(entry, fold_digest(digest))
-        return digest
-
-    def unchecked_digest(self, entry: SiteEntry) -> NDArray[np.uint64]:
-        """As :meth:`site_digest`, but the caller sees to the check value: see :meth:`confirm`."""
+    def site_digest(self, number: int) -> NDArray[np.uint64]:
+        """Digests of the site's rows, [n, 2] uint64, not checked: see :meth:`unlike`."""
         with refusing(self.path):
-            return self._index_column(entry, "digest", entry.at_digest)
+            return self._index_column(number, "digest")
 
-    def is_sound(self, entry: SiteEntry) -> bool:
-        """Whether the digests of a site were checked."""
-        return entry.index in self._sound
+    def copy_digest(self, number: int, out: memoryview, at: int) -> int:
+        """Copy the digests of a site's rows, not checked, to ``out`` from byte ``at`` on; returns where they end."""
+        end, offset = at + 16 * self.table.rows[number], self.table.digest_at[number]
+        if offset >= 0:
+            out[at:end] = self._view[offset : offset + end - at]
+        else:
+            out[at:end] = memoryview(np.ascontiguousarray(self.site_digest(number))).cast("B")
+        return end
 
-    def confirm(self, entry: SiteEntry, check: str) -> None:
-        """Compare the check value of a site's digests, as read, with the one the index gives."""
+    def unlike(self, number: int) -> CaptureInvalid:
+        """The error for digests that do not have the check value of the table."""
+        return CaptureInvalid(
+            f"{self.path} cannot be read: the digests of site {self.table.metas[number].name} are not what was written",
+            "a segment written by zkl-debug",
+            f"zkl-debug repair {self.path.parent}",
+        )
+
+    def site_payload(self, number: int) -> ColumnData:
+        """Payload rows of the site, [m, W]; the site must have a payload."""
+        dtype, table = self.table.payload_dtype(number), self.table.table
+        assert dtype is not None
         with refusing(self.path):
-            if check != entry.check_digest:
-                raise ValueError(f"the digests of site {entry.meta.name} are not what was written")
-        self._sound.add(entry.index)
+            shape = (int(table["payload_width"][number]),)
+            return self._column(f"{self._site_group(number)}/payload", dtype, shape, int(table["payload_rows"][number]))
 
-    def site_payload(self, entry: SiteEntry) -> ColumnData:
-        """Payload rows of the site, [m, W]; the entry must have a payload."""
-        assert entry.payload_dtype is not None
-        with refusing(self.path):
-            name = f"sites/{entry.index:05d}/payload"
-            return self._column(name, entry.payload_dtype, (entry.payload_width,), entry.payload_rows)
-
-    def site_payload_row(self, entry: SiteEntry) -> NDArray[np.int64]:
+    def site_payload_row(self, number: int) -> NDArray[np.int64]:
         """For every payload row, the site row it belongs to; [m] int64, increasing."""
-        if not entry.payload_sparse:
-            return np.arange(min(entry.payload_rows, entry.rows), dtype=np.int64)
+        rows, payload_rows = self.table.rows[number], self.table.payload_rows[number]
+        if not self.table.table["payload_sparse"][number]:
+            return np.arange(payload_rows, dtype=np.int64)
         with refusing(self.path):
-            name = f"sites/{entry.index:05d}/payload_row"
-            index = self._column(name, np.dtype("<u4"), (), entry.payload_rows).all().astype(np.int64)
-            if len(index) and (int(index[-1]) >= entry.rows or (np.diff(index) <= 0).any()):
-                raise ValueError(f"the payload of site {entry.meta.name} is filed under rows that do not exist")
+            name = f"{self._site_group(number)}/payload_row"
+            index = self._column(name, np.dtype("<u4"), (), payload_rows).all().astype(np.int64)
+            if len(index) and (int(index[-1]) >= rows or (np.diff(index) <= 0).any()):
+                name = self.table.metas[number].name
+                raise ValueError(f"the payload of site {name} is filed under rows that do not exist")
             return index
 
 
@@ -371,12 +372,6 @@ _INDEX_COLUMNS: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
     "row": (np.dtype("<u4"), ()),
     "digest": (np.dtype("<u8"), (2,)),
 }
-
-
-def _place(value: Any) -> Place:
-    if not isinstance(value, list) or not value or any(type(n) is not int or n < 0 for n in value):
-        raise ValueError("the index does not say where the columns are")
-    return value[0], value[1:]
 
 
 def _text(value: Any) -> str:
