@@ -24,7 +24,7 @@ from zkl_debug.diff.verdict import Verdict
 from zkl_debug.errors import CaptureInvalid
 from zkl_debug.store.layout import segment_check
 from zkl_debug.store.reader import Capture, open_capture
-from zkl_debug.store.table import encode_metas, table_bytes, tabulate
+from zkl_debug.store.table import encode_metas, metas_check, table_bytes, tabulate
 
 REFERENCE = Path(__file__).parent.parent / "captures" / "reference"
 SMALL = Synthetic(digests=4 * 60 * 80, ranks=4, layers=2, seed=3)
@@ -87,7 +87,7 @@ def change_index(root: Path, change: Callable[[dict[str, Any], h5py.File], None]
                 columns, metas = tabulate(index), encode_metas(index)
                 file["site_table"], file["site_places"] = columns
                 file["site_metas"] = np.frombuffer(metas, np.uint8)
-                told = table_bytes(*columns, metas, segment["check"])
+                told = table_bytes(*columns, metas_check(metas), segment["check"])
                 segment["table"] = segment_check(told, checks["frames"], checks["rows"])
         segment["bytes"] = path.stat().st_size
     (root / "manifest.json").write_text(json.dumps(manifest))
@@ -220,7 +220,7 @@ def change_table(root: Path, harm: Callable[[Any, Any], Any]) -> None:
             for name, data in (("site_table", table), ("site_places", places)):
                 del file[name]
                 file[name] = data
-            told = table_bytes(table, places, metas, segment["check"])
+            told = table_bytes(table, places, metas_check(metas), segment["check"])
             segment["table"] = segment_check(told, checks["frames"], checks["rows"])
         segment["bytes"] = path.stat().st_size
     (root / "manifest.json").write_text(json.dumps(manifest))

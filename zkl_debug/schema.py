@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag, StrEnum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -138,8 +139,9 @@ class SiteName:
         return f"{self.path}/{self.op}" if self.op else self.path
 
 
+@lru_cache(maxsize=1 << 15)
 def parse_site(name: str) -> SiteName:
-    """Split a canonical site name.
+    """Split a canonical site name. The parts of a name are asked for many times over.
 
     Raises:
         ValueError: when ``name`` is not ``path[/operator]:port``.

@@ -29,7 +29,7 @@ from zkl_debug.schema import (
 )
 from zkl_debug.store.column import PAGE_BYTES, Column, Direct, Extents, Output, Target, put_array, put_attr, put_json
 from zkl_debug.store.layout import CHUNK_BYTES, INDEX_CHUNK_BYTES, encode_json, kept_check, segment_check, site_to_json
-from zkl_debug.store.table import encode_metas, table_bytes, tabulate
+from zkl_debug.store.table import encode_metas, metas_check, table_bytes, tabulate
 
 
 @dataclass
@@ -205,7 +205,7 @@ class SegmentWriter:
         put_array(self._target, root, "site_table", table)
         put_array(self._target, root, "site_places", places)
         put_array(self._target, root, "site_metas", np.frombuffer(metas, np.uint8))
-        return segment_check(table_bytes(table, places, metas, check), **checks)
+        return segment_check(table_bytes(table, places, metas_check(metas), check), **checks)
 
     def _close_site(self, site: Site) -> dict[str, Json]:
         site.row.finish()

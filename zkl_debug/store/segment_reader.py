@@ -34,6 +34,7 @@ from zkl_debug.store.table import (
     SiteTable,
     decode_metas,
     make_table,
+    metas_check,
     table_bytes,
     tabulate,
 )
@@ -143,12 +144,17 @@ class SegmentReader:
     def _site_table(self, expected: str, check: str) -> SiteTable:
         """The sites from their table."""
         table, places, raw = self._raw_table()
-        if expected != segment_check(table_bytes(table, places, raw, check), *self._folds):
+        known = self._known.get(raw)
+        folded = metas_check(raw) if known is None else known[0]
+        if expected != segment_check(table_bytes(table, places, folded, check), *self._folds):
             raise ValueError("frames, rows or the site table are not what was written")
-        metas = self._known.get(raw)
-        if metas is None:
-            metas = self._known[raw] = decode_metas(json.loads(raw), self._known)
-        return make_table(metas, table, places, self._memory.size)
+        if known is None:
+            known = self._known[raw] = folded, decode_metas(json.loads(raw), self._known)
+        return make_table(known[1], table, places, self._memory.size)
+
+    def _table_check(self, check: str) -> str:
+        table, places, raw = self._raw_table()
+        return segment_check(table_bytes(table, places, metas_check(raw), check), *self._folds)
 
     def _raw_table(self) -> tuple[NDArray[Any], NDArray[np.int64], bytes]:
         table = self._column("site_table", TABLE_DTYPE, ()).all()
@@ -169,7 +175,7 @@ class SegmentReader:
                 states=sum(len(records) for records in self.states.values()),
                 check=check,
                 sites=json.loads(index),
-                table=segment_check(table_bytes(*self._raw_table(), check), *self._folds) if tabulated else "",
+                table=self._table_check(check) if tabulated else "",
             )
 
     def _dataset(self, name: str) -> Any:

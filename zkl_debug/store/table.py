@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zkl_debug.schema import U64, Json, SiteMeta
-from zkl_debug.store.layout import PAYLOAD_DTYPES, encode_json, payload_dtype, site_from_json
+from zkl_debug.store.layout import PAYLOAD_DTYPES, encode_json, fold_digest, payload_dtype, site_from_json
 
 #: One site. ``*_chunk`` are rows of a chunk, ``*_pieces`` how many entries of ``site_places`` are its byte offsets:
 #: for each site in turn those of its row numbers, then those of its digests. ``payload_item`` is 0 without payload.
@@ -109,9 +109,20 @@ def encode_metas(index: Sequence[Mapping[str, Json]]) -> bytes:
     return encode_json([entry["site"] for entry in index])
 
 
-def table_bytes(table: NDArray[Any], places: NDArray[np.int64], metas: bytes, check: str) -> bytes:
-    """What the check value of a site table is taken of; ``check`` is that of the segment with its JSON index."""
-    return b"".join((check.encode(), metas, b"\0", table.tobytes(), places.tobytes()))
+def table_bytes(table: NDArray[Any], places: NDArray[np.int64], metas: str, check: str) -> bytes:
+    """What the check value of a site table is taken of.
+
+    Args:
+        table, places: as stored.
+        metas: check value of the descriptions (:func:`metas_check`), which many segments share.
+        check: that of the segment with its JSON index.
+    """
+    return b"".join((check.encode(), metas.encode(), table.tobytes(), places.tobytes()))
+
+
+def metas_check(raw: bytes) -> str:
+    """Check value of the descriptions of sites, as stored."""
+    return fold_digest(np.frombuffer(raw, np.uint8))
 
 
 def decode_metas(values: Any, known: Known) -> tuple[SiteMeta, ...]:
