@@ -39,7 +39,10 @@ class Reference(Protocol):
     """What forcing needs of a capture; :class:`zkl_debug.store.reader.Capture` fits."""
 
     rows: NDArray[np.void]
-    sites: dict[str, Any]
+
+    @property
+    def sites(self) -> dict[str, Any]:
+        """Sites by name."""
 
 
 @dataclass
