@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from zkl_debug.bench.diff_parts import bench_join, bench_payload
+from zkl_debug.bench.linear import growth
 from zkl_debug.bench.measure import Measured, run_measured, zkl_command
 from zkl_debug.bench.synthetic import Flip, Synthetic, random_flip, rewrite_ranks, site_metas, write_side
 from zkl_debug.diff.bytewise import equal_bytes
@@ -41,6 +42,8 @@ class DiffBench:
     Attributes:
         sizes: digests of one side, increasing.
         ranks, layers: files and layers of the captures.
+        rank_size: digests of a file; the number of files then grows with the size, up to ``ranks``. 0: always
+            ``ranks`` files.
         trials: flipped bits to look for, at ``trial_size`` digests.
         trial_size: size of their captures; 0 for the smallest of ``sizes``.
         jobs: processes; None leaves it to the diff.
@@ -51,6 +54,7 @@ class DiffBench:
     sizes: tuple[int, ...] = (1_000_000, 10_000_000)
     ranks: int = 64
     layers: int = 48
+    rank_size: int = 0
     trials: int = 20
     trial_size: int = 0
     jobs: int | None = None
@@ -78,7 +82,7 @@ def bench_diff(what: DiffBench, folder: Path | None = None, progress: Say | None
         sizes = [_measure_size(what, digests, Path(name) / "size", say) for digests in what.sizes]
         trials = _trials(what, Path(name) / "trials", say) if what.trials else None
     found: dict[str, Json] = {"join": join, "payload": payload, "sizes": sizes, "trials": trials}
-    found["over_linear"] = _over_linear(sizes)
+    found["growth"] = {unit: _growth(sizes, unit) for unit in ("seconds", "cpu_seconds")}
     return {"bench": "diff", **found, "goals": GOALS, "met": _met(found)}
 
 
@@ -96,7 +100,7 @@ def _write(root: Path, size: Synthetic, flips: Sequence[Flip]) -> None:
 
 
 def _measure_size(what: DiffBench, digests: int, root: Path, say: Say) -> dict[str, Json]:
-    size = Synthetic(digests, what.ranks, what.layers)
+    size = Synthetic(digests, _ranks(what, digests), what.layers)
     flip = Flip(_FIRST_LAYER, size.ranks // 2, size.positions // 2, 77)
     say(f"{size.total:,} digests: writing")
     _write(root, size, [flip])
@@ -118,6 +122,12 @@ def _measure_size(what: DiffBench, digests: int, root: Path, say: Say) -> dict[s
         "memcmp_seconds": memcmp_s,
         **{name: _figures(run, size, flip, memcmp_s) for name, run in runs.items()},
     }
+
+
+def _ranks(what: DiffBench, digests: int) -> int:
+    if not what.rank_size:
+        return what.ranks
+    return max(1, min(what.ranks, round(digests / what.rank_size)))
 
 
 def _run(root: Path, jobs: int | None, *options: str) -> Measured:
@@ -155,7 +165,8 @@ def _compare_files(root: Path) -> float:
 
 def _trials(what: DiffBench, root: Path, say: Say) -> dict[str, Json]:
     """Flip one bit after another anywhere in one side, and look for each."""
-    size = Synthetic(what.trial_size or what.sizes[0], max(2, what.ranks), what.layers)
+    digests = what.trial_size or what.sizes[0]
+    size = Synthetic(digests, max(2, _ranks(what, digests)), what.layers)
     rng = np.random.default_rng(7)
     say(f"trials of {size.total:,} digests: writing")
     _write(root, size, ())
@@ -179,14 +190,9 @@ def _trials(what: DiffBench, root: Path, say: Say) -> dict[str, Json]:
     }
 
 
-def _over_linear(sizes: Sequence[dict[str, Json]]) -> float | None:
-    """Growth of the cost over growth of the size, the worst of any smaller and larger size; None with one size."""
-    ratios = [
-        (large["full"]["cpu_seconds"] / small["full"]["cpu_seconds"]) / (large["digests"] / small["digests"])
-        for k, small in enumerate(sizes)
-        for large in sizes[k + 1 :]
-    ]
-    return max(ratios, default=None)
+def _growth(sizes: Sequence[dict[str, Json]], unit: str) -> dict[str, Json] | None:
+    """The line through the cost of the full diffs."""
+    return growth([size["digests"] for size in sizes], [size["full"][unit] for size in sizes])
 
 
 def _met(found: dict[str, Json]) -> dict[str, bool]:
@@ -196,8 +202,9 @@ def _met(found: dict[str, Json]) -> dict[str, bool]:
         "peak_rss": all(size["full"]["peak_rss"] < GOALS["peak_rss"] for size in found["sizes"]),
         "found": all(size[run]["found"] for size in found["sizes"] for run in ("full", "first")),
     }
-    if found["over_linear"] is not None:
-        met["over_linear"] = found["over_linear"] <= GOALS["over_linear"]
+    line = found["growth"]["cpu_seconds"]
+    if line is not None:
+        met["over_linear"] = max(line["off_line"], line["over_proportional"]) <= GOALS["over_linear"]
     if found["trials"] is not None:
         met["trials"] = found["trials"]["found"] == found["trials"]["of"]
     large = [size for size in found["sizes"] if size["digests"] >= 99_000_000]

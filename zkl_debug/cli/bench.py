@@ -77,7 +77,8 @@ def gpu_command(rounds: int, size: str, parts: tuple[str, ...], as_json: bool, h
     show_default=True,
     help="Digests of a side (rows times sites); several times for several sizes. 1e8 takes 4.3 GB of disk.",
 )
-@click.option("--ranks", type=click.IntRange(2), default=64, show_default=True)
+@click.option("--ranks", type=click.IntRange(2), default=64, show_default=True, help="Files of a side.")
+@click.option("--rank-rows", type=float, default=0, help="Digests of a file: smaller sizes then have fewer files.")
 @click.option("--layers", type=click.IntRange(1), default=48, show_default=True)
 @click.option("--trials", type=click.IntRange(0), default=20, show_default=True, help="Flipped bits to look for.")
 @click.option("--trial-rows", type=float, default=0, help="Digests of their captures. Default: the smallest size.")
@@ -88,6 +89,7 @@ def gpu_command(rounds: int, size: str, parts: tuple[str, ...], as_json: bool, h
 def diff_command(
     sizes: tuple[float, ...],
     ranks: int,
+    rank_rows: float,
     layers: int,
     trials: int,
     trial_rows: float,
@@ -98,13 +100,26 @@ def diff_command(
 ) -> int:
     """Diff of synthetic captures: time, memory, growth, flipped bits found; join beside sort, payload beside memcmp."""
     from zkl_debug.bench.diff_bench import DiffBench, bench_diff
+    from zkl_debug.bench.linear import describe
 
     if any(size < 1 for size in sizes):
         raise UsageError(f"--rows {min(sizes):g}", "at least one row")
-    what = DiffBench(tuple(sorted(int(size) for size in sizes)), ranks, layers, trials, int(trial_rows), jobs)
+    what = DiffBench(
+        sizes=tuple(sorted(int(size) for size in sizes)),
+        ranks=ranks,
+        layers=layers,
+        rank_size=int(rank_rows),
+        trials=trials,
+        trial_size=int(trial_rows),
+        jobs=jobs,
+    )
     with stderr().status("starting") as status:
         found = bench_diff(what, folder, lambda text: status.update(text))
-    return _finish({"format": "zkl-bench", "version": 1, "diff": found}, as_json, history)
+    code = _finish({"format": "zkl-bench", "version": 1, "diff": found}, as_json, history)
+    for unit, line in found["growth"].items():
+        if line is not None and not as_json:
+            stdout().print(f"growth of {unit}: {describe(line)}", soft_wrap=True)
+    return code
 
 
 @command.command("peers")
