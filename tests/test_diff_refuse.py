@@ -297,7 +297,23 @@ def test_incomplete_captures_need_partial(folders: tuple[Path, Path], tmp_path: 
     verdict = diff_captures(folders[0], bad, partial=True)
     assert verdict.verdict == "identical"
     assert (verdict.partial, verdict.claim.scope) == (True, "captured-sites")
+    assert verdict.exit_code == 5, "what is lost may differ"
+    whole = diff_captures(*folders, partial=True)
+    assert (whole.verdict, whole.exit_code) == ("identical", 0), "nothing is lost"
     assert any("end of the capture" in skip.what for skip in verdict.coverage.skipped)
+
+
+def test_files_of_log_probs_are_for_another_command(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    one, two = tmp_path / "a b.npz", tmp_path / "b.jsonl"
+    for path in (one, two):
+        path.write_bytes(b"")
+    told = refusal(diff_captures(one, two), "not-captures")
+    assert told["next"] == f"zkl-debug logprobs '{one}' {two}"
+    told = refusal(diff_captures(folders[0], two), "capture-invalid")
+    assert told["next"] == f"log-probs of a file: zkl-debug logprobs {two}"
+    told = refusal(diff_captures(folders[0] / "manifest.json", folders[1]), "capture-invalid")
+    assert str(folders[0]) in told["next"]
+    assert "logprobs" not in refusal(diff_captures(tmp_path / "none.npz", two), "capture-invalid")["next"]
 
 
 def test_losses_a_capture_admits_are_listed() -> None:

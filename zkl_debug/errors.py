@@ -13,7 +13,7 @@ class ExitCode(IntEnum):
     USAGE = 2  # the command line or an input file cannot be used
     REFUSED = 3  # not comparable, incomplete or unreadable
     INCONCLUSIVE = 4  # a side does not repeat itself
-    BUDGET = 5  # a budget was reached, the result is partial
+    BUDGET = 5  # a budget was reached or a capture is incomplete: the result is partial
 
 
 class ZklError(Exception):

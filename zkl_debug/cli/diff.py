@@ -70,7 +70,8 @@ def command(
     """Compare captures A and B and name the first operator that is not bitwise equal.
 
     A is usually the training side. Rows are joined by token prefix, so batches, request order and padding do not
-    matter. Exit code: 0 identical, 1 diverged, 3 refused, 4 inconclusive.
+    matter. Exit code: 0 identical, 1 diverged, 3 refused, 4 inconclusive, 5 identical as far as an incomplete capture
+    goes.
 
     Without B, rows of A are compared with each other: those of one prefix in several batches (batch variance), and
     those that were both prefilled and decoded.

@@ -76,8 +76,8 @@ def _but(verdict: Verdict) -> str:
         for name, share in shares.items()
         if share.of and share.compared < 0.99 * share.of
     ]
-    if verdict.partial and any(skip.what.startswith("lost") for skip in coverage.skipped):
-        parts.append("a capture is incomplete")
+    if verdict.incomplete:
+        parts.append("a capture is incomplete, and what it lost may differ")
     if not all(tests.get("a0_a2") for tests in verdict.certification.values()):
         parts.append("not self-tested on both sides")
     return f" - but {', '.join(parts)}" if parts else ""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def diff_captures(
             try:
                 opened.append(_open(source, partial, stack))
             except CaptureInvalid as error:
-                return refused(from_error(error, name), partial=partial)
+                return refused(_of_tables(a, b) or from_error(error, name), partial=partial)
         for index, name in enumerate(_NAMES[: len(opened)]):
             try:
                 opened[index] = fold(opened[index])
@@ -103,6 +104,23 @@ def diff_captures(
             return refused(from_error(error, "A or B"), partial=partial)
         stack.pop_all()  # the tables of the verdict still read from the captures
         return verdict
+
+
+def _of_tables(a: Source, b: Source | None) -> Refusal | None:
+    """Two files of log-probs are compared by another command."""
+    from zkl_debug.store.layout import TABLES
+
+    paths = [Path(source) for source in (a, b) if isinstance(source, str | PathLike)]
+    if len(paths) < 2 or not all(path.is_file() and path.suffix in TABLES for path in paths):
+        return None
+    names = " ".join(quote(str(path)) for path in paths)
+    return refuse(
+        "not-captures",
+        "A and B are files, not captures; files of log-probs are compared by logprobs",
+        ", ".join(path.name for path in paths),
+        "two capture folders",
+        f"zkl-debug logprobs {names}",
+    )
 
 
 def _open(source: Source, partial: bool, stack: ExitStack) -> CaptureLike:

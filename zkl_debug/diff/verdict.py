@@ -91,8 +91,14 @@ class Verdict:
 
     @property
     def exit_code(self) -> ExitCode:
-        """Process exit code: 0 identical, 1 diverged, 3 refused, 4 inconclusive."""
-        return _EXIT[self.outcome]
+        """Process exit code: 0 identical, 1 diverged, 3 refused, 4 inconclusive, 5 identical over a part alone."""
+        part = self.outcome is Outcome.IDENTICAL and self.incomplete
+        return ExitCode.BUDGET if part else _EXIT[self.outcome]
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether an incomplete capture was compared: what it lost may differ."""
+        return self.partial and any(skip.what.startswith("lost") for skip in self.coverage.skipped)
 
     @property
     def by_rows(self) -> bool:

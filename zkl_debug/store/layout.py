@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -278,3 +279,15 @@ def payload_dtype(code: Any) -> np.dtype[Any]:
         if code == dtype.str or (code == "|u1" and dtype.itemsize == 1):
             return dtype
     raise ValueError(f"{code!r} is not a payload dtype")
+
+
+#: Suffixes of files that hold log-probs and no capture.
+TABLES = (".npz", ".csv", ".json", ".jsonl", ".pt")
+
+
+def what_to_do_with(path: Path) -> str:
+    """The next step for a path that was taken for a capture folder."""
+    if path.suffix in TABLES and path.name != MANIFEST and path.is_file():
+        return f"log-probs of a file: zkl-debug logprobs {quote(str(path))}"
+    inside = path.is_file() and (path.parent / MANIFEST).is_file()
+    return f"the folder it is in: {quote(str(path.parent))}" if inside else "zkl-debug capture --help"

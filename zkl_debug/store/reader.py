@@ -24,7 +24,7 @@ from zkl_debug.schema import (
     SiteMeta,
     StateRecord,
 )
-from zkl_debug.store.layout import MANIFEST, list_segment_files
+from zkl_debug.store.layout import MANIFEST, list_segment_files, what_to_do_with
 from zkl_debug.store.manifest import read_json
 from zkl_debug.store.segment_reader import SegmentReader
 from zkl_debug.store.site import Pages, Part, Site, join
@@ -181,7 +181,7 @@ def load_manifest(root: Path) -> dict[str, Json]:
         CaptureInvalid: when there is none or it is not one.
     """
     if not root.is_dir():
-        raise CaptureInvalid(f"{root} is not a folder", "a capture folder", "zkl-debug capture --help")
+        raise CaptureInvalid(f"{root} is not a folder", "a capture folder", what_to_do_with(root))
     path = root / MANIFEST
     if not path.exists() and not path.is_symlink():
         files = list_segment_files(root)
