@@ -146,6 +146,53 @@ def test_a_product_with_wrong_bits_is_not_taken(monkeypatch: pytest.MonkeyPatch)
     assert np.array_equal(digest_tensor(big, 64), digest.digest_array(big.numpy()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8])
+def test_large_rows_with_gaps_are_read_as_they_lie(dtype: torch.dtype) -> None:
+    wide = random_tensor(np.random.default_rng(4), (600, 3, 16, 200), dtype)
+    views = [
+        wide[:, 1],
+        wide[:, 1, :, 8:136],
+        wide[:, 1, :, 1:120],  # odd for small elements: neither lanes nor their beginnings fit
+        wide[:, :, 3],
+        wide.transpose(1, 2)[:, :, 2],
+        wide[:, 0].transpose(1, 2),  # gaps between single elements
+        wide[:1, 0].expand(600, 16, 200),  # one row, 600 times
+    ]
+    for view in views:
+        expected = digest.digest_array(view.contiguous().view(torch.uint8).reshape(600, -1).numpy())
+        assert np.array_equal(digest_tensor(view, 600), expected)
+        assert np.array_equal(digest_tensor(view, 300), digest_tensor(view.contiguous(), 300))
+
+
+def test_the_room_for_lanes_may_be_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not digest_int8.available():
+        pytest.skip("no faster product here")
+    monkeypatch.setattr(digest_int8._own, "room", None, raising=False)
+    big = torch.arange(1 << 18, dtype=torch.int32).reshape(64, -1)
+    with torch.inference_mode():
+        inside = digest_tensor(big, 64)
+    assert np.array_equal(digest_tensor(big, 64), inside)
+    with torch.inference_mode():
+        assert np.array_equal(digest_tensor(big, 64), inside)
+
+
+def test_a_product_is_faster_where_interruptions_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(digest_int8.time, "perf_counter", lambda: now[0])
+
+    def takes(*seconds: float) -> Any:
+        each = itertools.chain(seconds, itertools.repeat(seconds[-1]))
+
+        def call() -> None:
+            now[0] += next(each)
+
+        return call
+
+    assert digest_int8._faster(takes(9, 9, 9, 9, 9, 9, 1), takes(4))
+    assert not digest_int8._faster(takes(4), takes(9, 1))
+    assert not digest_int8._faster(takes(4), takes(1))
+
+
 def test_weights_do_not_depend_on_how_they_were_asked_for() -> None:
     high = digest._CACHED_LANES - 3
     across = digest.weights(high, 10)

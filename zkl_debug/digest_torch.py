@@ -8,13 +8,15 @@ made.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zkl_debug import digest, digest_int8
@@ -24,11 +26,33 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BLOCK_LANES = 1 << 22  # lanes a block on an accelerator
 
 
-@contextmanager
-def unobserved() -> Iterator[None]:
+class _Unobserved:
+    """Every large digest passes through it, so it costs next to nothing where the program has no mode."""
+
+    __slots__ = ("_function", "_grad", "_modes")
+
+    def __enter__(self) -> None:
+        self._modes: Any = None
+        if _len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():  # type: ignore[no-untyped-call]
+            self._modes = _disable_current_modes()
+            self._modes.__enter__()
+        self._function = torch._C.DisableTorchFunction()
+        self._function.__enter__()
+        self._grad = torch.is_grad_enabled()
+        if self._grad:
+            torch._C._set_grad_enabled(False)
+
+    def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
+        if self._grad:
+            torch._C._set_grad_enabled(True)
+        self._function.__exit__(kind, error, tb)
+        if self._modes is not None:
+            self._modes.__exit__(None, None, None)
+
+
+def unobserved() -> AbstractContextManager[None]:
     """Run torch calls that no active mode sees: dispatch modes off, function modes off, autograd off."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        yield
+    return _Unobserved()
 
 
 def digest_tensor(t: torch.Tensor, rows: int, lane_offset: int = 0) -> U64:
@@ -45,23 +69,35 @@ def digest_tensor(t: torch.Tensor, rows: int, lane_offset: int = 0) -> U64:
     Raises:
         ValueError: when the elements do not divide into ``rows`` rows.
     """
+    if _plain_size(t) >= digest_int8.LEAST_BYTES:
+        found = _product_digest(t, rows, lane_offset)
+        if found is not None:
+            return found
     plain = _plain_bytes(t, rows)
     if plain is not None:
-        return _host_digest(plain, lane_offset)
+        return digest.digest_rows(plain, lane_offset)
     with unobserved():
         raw = _row_bytes(t, rows)
-        if raw.device.type == "cpu":
-            return _host_digest(raw.numpy(), lane_offset)
-        return _device_digest(raw, lane_offset)
+        if raw.device.type != "cpu":
+            return _device_digest(raw, lane_offset)
+        found = _product_digest(raw, rows, lane_offset) if raw.numel() >= digest_int8.LEAST_BYTES else None
+        return digest.digest_rows(raw.numpy(), lane_offset) if found is None else found
 
 
-def _host_digest(raw: NDArray[np.uint8], lane_offset: int) -> U64:
-    if raw.size < digest_int8.LEAST_BYTES or raw.shape[1] % digest.LANE_BYTES:
-        return digest.digest_rows(raw, lane_offset)
+def _product_digest(t: torch.Tensor, rows: int, lane_offset: int) -> U64 | None:
+    """The digest by :mod:`zkl_debug.digest_int8`; None where it is not to be had, or rows are not whole lanes."""
     with unobserved():
+        _check_rows(t.numel(), rows)
         if not digest_int8.available():
-            return digest.digest_rows(raw, lane_offset)
-        return digest_int8.digest_lanes(torch.from_numpy(raw.view("<i4")), lane_offset)
+            return None
+        t = t.detach()
+        if t.is_contiguous() or t.dim() < 2 or t.shape[0] != rows or t.stride(-1) != 1:
+            t = t.contiguous().view(rows, -1)
+        try:
+            lanes = t.view(torch.int32)  # rows with gaps are read as they lie
+        except RuntimeError:  # elements smaller than a lane, and no whole number of lanes without a gap
+            return None
+        return digest_int8.digest_lanes(lanes, lane_offset)
 
 
 def row_bytes(t: torch.Tensor, rows: int) -> NDArray[np.uint8]:
@@ -84,26 +120,34 @@ def _check_rows(count: int, rows: int) -> None:
         raise ValueError(f"{count} elements do not make {rows} equal rows")
 
 
+def _plain_size(t: torch.Tensor) -> int:
+    """Bytes of an ordinary tensor in the memory of a CPU, whose strides say where its elements are; -1 of any other."""
+    if type(t) not in _PLAIN:
+        return -1
+    with torch._C.DisableTorchFunction():
+        if (
+            t.device.type != "cpu"
+            or t.layout != torch.strided
+            or t.dtype.is_complex
+            or t.is_neg()
+            or is_functorch_wrapped_tensor(t)
+        ):
+            return -1
+        return t.numel() * t.element_size()
+
+
 def _plain_bytes(t: torch.Tensor, rows: int) -> NDArray[np.uint8] | None:
     """Bytes of an ordinary contiguous CPU tensor, without one torch operation; None for any other tensor.
 
     The array does not keep the tensor alive: it is for use while the caller holds ``t``.
     """
-    if type(t) not in _PLAIN:
+    nbytes = _plain_size(t)
+    if nbytes < 0:
         return None
     with torch._C.DisableTorchFunction():
-        if (
-            t.device.type != "cpu"
-            or t.layout != torch.strided
-            or not t.is_contiguous()
-            or t.dtype.is_complex
-            or t.is_neg()
-            or is_functorch_wrapped_tensor(t)
-        ):
+        if not t.is_contiguous():
             return None
-        count = t.numel()
-        _check_rows(count, rows)
-        nbytes = count * t.element_size()
+        _check_rows(t.numel(), rows)
         if nbytes == 0:
             return np.zeros((rows, 0), np.uint8)
         memory = (ctypes.c_uint8 * nbytes).from_address(t.data_ptr())
