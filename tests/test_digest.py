@@ -141,6 +141,7 @@ def test_int8_product_gives_the_same_bits(shape: tuple[int, int], lane_offset: i
 def test_a_product_with_wrong_bits_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32))
     monkeypatch.setattr(digest_int8, "_verdict", None)
+    monkeypatch.setattr(digest_int8, "_dot_products", lambda: True)
     assert not digest_int8.available()
     big = torch.arange(1 << 18, dtype=torch.int32).reshape(64, -1)
     assert np.array_equal(digest_tensor(big, 64), digest.digest_array(big.numpy()))
@@ -188,9 +189,10 @@ def test_a_product_is_faster_where_interruptions_hide_it(monkeypatch: pytest.Mon
 
         return call
 
-    assert digest_int8._faster(takes(9, 9, 9, 9, 9, 9, 1), takes(4))
-    assert not digest_int8._faster(takes(4), takes(9, 1))
-    assert not digest_int8._faster(takes(4), takes(1))
+    assert digest_int8._faster(takes(9e-3, 9e-3, 9e-3, 9e-3, 9e-3, 9e-3, 1e-3), takes(4e-3))
+    assert not digest_int8._faster(takes(4e-3), takes(9e-3, 1e-3))
+    assert not digest_int8._faster(takes(4e-3), takes(1e-3))
+    assert not digest_int8._faster(takes(9, 9, 9, 9, 9, 1), takes(4))  # it does not go on for seconds
 
 
 def test_weights_do_not_depend_on_how_they_were_asked_for() -> None:

@@ -8,7 +8,8 @@ columns for each of the two streams, 16 in all. Unsigned bytes enter as ``u - 12
 bytes; longer rows are cut. Integer sums are associative: the threads and blocking of the product cannot matter.
 
 The product is ``torch._int_mm``, which uses the processor's int8 dot products where there are any. It is taken only
-where it gave the bits of :mod:`zkl_debug.digest` on a probe and was faster there (:func:`available`).
+where it gives the bits of :mod:`zkl_debug.digest` on a probe, and the processor has dot products or it was the faster
+one there (:func:`available`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _COLUMNS = 16
 _COL_LANES = 1 << 14  # 65,536 bytes: 128 * 128 * 65,536 / 2 < 2**31 would hold for twice as many
 _BLOCK_BYTES = 1 << 22  # every product call lays out the columns anew, and larger ones leave the cache
 _PROBE_LEAST, _PROBE_MOST = 4, 24  # rounds
+_PROBE_SECONDS = 0.2
 _CACHED_LANES = 1 << 17  # 8 MiB of columns
 _SHIFTS = (np.uint64(1) << (np.uint64(8) * np.arange(8, dtype=np.uint64))).astype(np.uint64)
 
@@ -148,7 +150,7 @@ def digest_lanes(lanes: torch.Tensor, lane_offset: int = 0) -> U64:
 
 
 def available() -> bool:
-    """Whether the product gives the right bits here and is the faster one; probed once a process.
+    """Whether the product gives the right bits here and is taken for the faster one; probed once a process.
 
     Not in a forked child: the threads of its parent's products are not there, and a product could wait for them.
     """
@@ -171,16 +173,23 @@ def _probe() -> bool:
             return False
     except (RuntimeError, TypeError):
         return False
-    return _faster(lambda: digest_lanes(lanes), lambda: digest.digest_rows(raw))
+    return _dot_products() or _faster(lambda: digest_lanes(lanes), lambda: digest.digest_rows(raw))
+
+
+def _dot_products() -> bool:
+    """Whether the processor is known to add up products of int8; asked first, for other programs disturb a clock."""
+    known: Callable[[], bool] | None = getattr(torch.cpu, "_is_vnni_supported", None)
+    return known is not None and known()
 
 
 def _faster(first: Callable[[], object], second: Callable[[], object]) -> bool:
     """Whether the first call takes less time than the second, by the best of each.
 
     Where other programs want the processor a call is interrupted for milliseconds, and more often the more threads it
-    has; so a first that looks slower is tried again, in turns with the second.
+    has; so a first that looks slower is tried again, in turns with the second, for a while.
     """
     best = [float("inf"), float("inf")]
+    end = time.perf_counter() + _PROBE_SECONDS
     for round_ in range(_PROBE_MOST):
         for which, call in enumerate((first, second)):
             begin = time.perf_counter()
@@ -188,4 +197,6 @@ def _faster(first: Callable[[], object], second: Callable[[], object]) -> bool:
             best[which] = min(best[which], time.perf_counter() - begin)
         if round_ + 1 >= _PROBE_LEAST and best[0] < best[1]:
             return True
+        if time.perf_counter() > end:
+            break
     return False
