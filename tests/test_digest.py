@@ -179,7 +179,7 @@ def test_the_room_for_lanes_may_be_made_in_inference_mode(monkeypatch: pytest.Mo
 
 def test_a_product_is_faster_where_interruptions_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(digest_int8.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("zkl_debug.digest_int8.time.perf_counter", lambda: now[0])
 
     def takes(*seconds: float) -> Any:
         each = itertools.chain(seconds, itertools.repeat(seconds[-1]))
