@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from zkl_debug import cluster
 from zkl_debug.bench.measure import run_measured, zkl_command
 from zkl_debug.bench.synthetic import Flip, Synthetic, write_side
 from zkl_debug.diff import on_ray
@@ -94,7 +95,7 @@ def test_captures_in_memory_cannot_be_sent() -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def two_workers() -> Iterator[None]:
     ray = pytest.importorskip("ray")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
@@ -104,14 +105,14 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_two_workers_give_the_same_document(pair: Path, cluster: None) -> None:  # noqa: ARG001
+def test_two_workers_give_the_same_document(pair: Path, two_workers: None) -> None:  # noqa: ARG001
     assert document(pair, runner=RayRunner("local")) == document(pair, runner=in_process)
     first = document(pair, runner=RayRunner("local"), first_only=True)
     assert first == document(pair, runner=in_process, first_only=True)
 
 
 @pytest.mark.slow
-def test_a_killed_worker_loses_nothing(tmp_path: Path, cluster: None) -> None:  # noqa: ARG001
+def test_a_killed_worker_loses_nothing(tmp_path: Path, two_workers: None) -> None:  # noqa: ARG001
     size = Synthetic(digests=8 * 240 * 4000, ranks=8, layers=8)
     write_side(tmp_path / "train", size, "train")
     write_side(tmp_path / "gen", size, "gen", FLIPS)
@@ -174,5 +175,5 @@ def test_the_command_starts_a_cluster_of_its_own(pair: Path) -> None:
 
 def test_no_cluster_at_an_address_is_an_error_of_use() -> None:
     with pytest.raises(UsageError, match=r"no Ray cluster at 127\.0\.0\.1:1: "):
-        on_ray._knock("127.0.0.1:1")
-    on_ray._knock("auto")
+        cluster.knock("127.0.0.1:1")
+    cluster.knock("auto")

@@ -25,8 +25,9 @@ ALLOWED: dict[str, set[str]] = {
     "digest_cuda": {"errors", "schema", "bits", "digest", "lanes"},
     "digest_gpu": {"errors", "schema", "bits", "digest", "lanes", "digest_cuda", "digest_triton"},
     "marks": {"errors", "capture"},
+    "cluster": {"errors"},
     "store": {"errors", "schema", "bits", "digest"},
-    "diff": {"errors", "schema", "bits", "digest", "store"},
+    "diff": {"errors", "schema", "bits", "digest", "store", "cluster"},
     "viz": {"errors", "schema", "bits", "digest", "store", "diff"},
     "attach": {"errors", "schema", "bits", "digest", "store", "capture", "marks"},
     "capture": {
@@ -48,6 +49,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "schema": {"torch", "megatron", "h5py"},
     "bits": {"torch", "megatron", "h5py"},
     "digest": {"torch", "megatron", "h5py"},
+    "cluster": {"torch", "megatron", "h5py"},
     "store": {"torch", "megatron"},
     "diff": {"torch", "megatron"},
     "viz": {"torch", "megatron"},

@@ -7,8 +7,6 @@ makes sure that what it opened is what was asked about. A task whose worker is l
 from __future__ import annotations
 
 import contextlib
-import logging
-import socket
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,20 +14,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import zkl_debug
+from zkl_debug.cluster import RETRIES, connected, first_line, import_ray
 from zkl_debug.diff.alone import Alone
 from zkl_debug.diff.edges import build_pairs
 from zkl_debug.diff.naming import Family, join_names
-from zkl_debug.diff.processes import cores
 from zkl_debug.diff.rows import build_rows
 from zkl_debug.diff.sites import join_sites
 from zkl_debug.diff.sitework import Packed, SiteOutcome, SiteWork, Unpacker, chunks, pack
 from zkl_debug.digest import digest_bytes
 from zkl_debug.errors import CaptureInvalid, Refused, UsageError, ZklError
-
-LOCAL = "local"
-_RETRIES = 4
-_KNOCK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -95,23 +88,6 @@ def _open_work(request: Request) -> SiteWork:
     return work
 
 
-def _knock(address: str) -> None:
-    """Find out whether anything listens at an address: Ray itself waits for minutes.
-
-    Raises:
-        UsageError: when nothing does.
-    """
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdigit():
-        return  # ``auto`` and the like
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
-    except (OSError, OverflowError) as error:
-        raise UsageError(
-            f"no Ray cluster at {address}: {error}", "the address of a cluster that runs, or local", "ray status"
-        ) from None
-
-
 def compare_sites(request: Request, part: list[int]) -> list[Packed] | ZklError:
     """Outcomes of some sites; a refusal comes back as it is, not wrapped into a Ray error."""
     try:
@@ -141,21 +117,15 @@ class RayRunner:
     _ray: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        try:
-            import ray
-        except ImportError:
-            raise UsageError(
-                "ray is not installed", "the ray extra", "pip install 'zkl-debug[ray]', or use --jobs"
-            ) from None
-        object.__setattr__(self, "_ray", ray)
+        object.__setattr__(self, "_ray", import_ray())
 
     def __call__(self, work: SiteWork, numbers: list[int]) -> Iterator[SiteOutcome]:
         """Outcomes of sites, in order."""
         request = make_request(work, self.maps)
         ray = self._ray
-        with self._connected():
+        with connected(ray, self.address, self.jobs):
             workers = max(1, int(ray.cluster_resources().get("CPU", 1)))
-            task = ray.remote(max_retries=_RETRIES)(compare_sites)
+            task = ray.remote(max_retries=RETRIES)(compare_sites)
             yield from self._results(task, request, chunks(numbers, workers), workers, Unpacker(len(work.pairs)))
 
     def _results(
@@ -178,9 +148,8 @@ class RayRunner:
         try:
             found = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
-            text = str(error).strip().splitlines()
             raise Refused(
-                f"Ray gave up on a part of the comparison, tried {_RETRIES + 1} times: {text[0] if text else error!r}",
+                f"Ray gave up on a part of the comparison, tried {RETRIES + 1} times: {first_line(error)}",
                 "workers that can read both captures and have the memory for them",
                 "compare on this machine: leave --ray away",
             ) from None
@@ -188,31 +157,3 @@ class RayRunner:
             raise found
         result: list[Packed] = found
         return result
-
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[None]:
-        ray = self._ray
-        if ray.is_initialized():  # the program's own connection
-            yield
-            return
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if self.address == LOCAL:
-            # By that address Ray starts a cluster, even where one runs already on this machine.
-            options |= {"address": "local", "num_cpus": self.jobs or cores(), "include_dashboard": False}
-        else:  # other nodes get the code of this very package
-            _knock(self.address)
-            package = str(Path(zkl_debug.__file__).parent)
-            options |= {"address": self.address, "runtime_env": {"py_modules": [package]}}
-        try:
-            ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
-            text = str(error).strip().splitlines()
-            raise UsageError(
-                f"no Ray cluster at {self.address}: {text[0] if text else error!r}",
-                "the address of a cluster that runs, or local",
-                "ray status",
-            ) from None
-        try:
-            yield
-        finally:
-            ray.shutdown()

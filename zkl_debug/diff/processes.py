@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 
+from zkl_debug.cluster import cores
 from zkl_debug.diff.sitework import Packed, SiteOutcome, SiteWork, Unpacker, chunks, in_process, pack
 
 #: Digests of both sides from which on a second process is worth starting.
 WORTH = 4_000_000
 
 _inherited: list[SiteWork] = []  # what a forked process works on
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else (os.cpu_count() or 1)
 
 
 _MOST_JOBS = 64  # more processes than that only cost
