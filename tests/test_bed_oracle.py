@@ -17,8 +17,9 @@ from click.testing import CliRunner
 
 from zkl_debug.beds.bed import BedOptions
 from zkl_debug.beds.client import ForkServer
+from zkl_debug.beds.job import collect
 from zkl_debug.beds.observe import RUN, VERDICT, Spec
-from zkl_debug.beds.oracle import BedOracle, Probe, _collect, bed_space, bed_switches, parse_held
+from zkl_debug.beds.oracle import BedOracle, Probe, bed_space, bed_switches, parse_held
 from zkl_debug.bisect.criterion import judge
 from zkl_debug.bisect.driver import bisect_switches
 from zkl_debug.bisect.outcome import Cancelled, Outcome, RawRun, Request, Trial
@@ -124,7 +125,7 @@ def _left(folder: Path, report: dict[str, Any] | None, verdict: dict[str, Any] |
         if body is not None:
             (folder / name).write_text(json.dumps(body))
     code = report["exit_code"] if report else 70
-    return _collect(RawRun(exit_code=code, seconds=1.0), folder)
+    return collect(RawRun(exit_code=code, seconds=1.0), folder)
 
 
 def _report(code: int, failure: str = "", untestable: str = "") -> dict[str, Any]:
@@ -168,7 +169,7 @@ def test_failures_are_errors_and_never_mismatches(tmp_path: Path) -> None:
 def test_an_answer_of_a_killed_run_does_not_count(tmp_path: Path) -> None:
     _left(tmp_path, _report(0), _verdict("identical"))
     for ended in (RawRun(timed_out=True), RawRun(signal=9), RawRun(out_of_memory=True)):
-        assert judge(_collect(ended, tmp_path)).outcome is Outcome.ERROR
+        assert judge(collect(ended, tmp_path)).outcome is Outcome.ERROR
 
 
 def test_the_wider_probe_covers_more_of_the_same() -> None:

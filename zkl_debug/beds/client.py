@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zkl_debug.beds.observe import Spec
@@ -28,12 +28,16 @@ class ForkServer:
     Args:
         stop: set when the oracle is closed: waiting runs then end as cancelled.
         command: what to start; default the server of beds.
+        env: variables of the server and of its runs; default those of this process.
 
     Raises:
         UsageError: it does not start, with what it said.
     """
 
-    def __init__(self, stop: threading.Event, command: Sequence[str] = _COMMAND) -> None:
+    def __init__(
+        self, stop: threading.Event, command: Sequence[str] = _COMMAND, env: Mapping[str, str] | None = None
+    ) -> None:
+        variables = dict(os.environ if env is None else env)
         self._stop = stop
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -47,7 +51,7 @@ class ForkServer:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             # A child must not meet a thread pool that a fork cannot carry over.
-            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            env={**variables, "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1")},
             start_new_session=True,
         )
         self._ready = threading.Event()

@@ -7,21 +7,18 @@ import hashlib
 import itertools
 import json
 import os
-import re
-import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import zkl_debug
 from zkl_debug.beds.bed import BedOptions
 from zkl_debug.beds.client import ForkServer
-from zkl_debug.beds.observe import RUN, VERDICT, Spec
-from zkl_debug.bisect.oracle import environment_hash, run_command
-from zkl_debug.bisect.outcome import EXIT_UNTESTABLE, RawRun, Trial
+from zkl_debug.beds.job import BedJob, bed_environment, collect, make_job
+from zkl_debug.beds.observe import Spec
+from zkl_debug.bisect.oracle import run_command
+from zkl_debug.bisect.outcome import RawRun, Trial
 from zkl_debug.bisect.process import Limits
 from zkl_debug.bisect.space import Config, Space
 from zkl_debug.bisect.space import Switch as SpaceSwitch
@@ -29,16 +26,12 @@ from zkl_debug.errors import UsageError
 from zkl_debug.stack.catalogue.cpu import BED_ENGINE_KEYS
 from zkl_debug.stack.switches import Switch, ladder, switch
 
-#: What a verdict keeps in the journal; the whole verdict lies in the run's folder.
-_KEPT = ("format", "version", "verdict", "claim", "coverage", "edge", "first", "affected", "explanations", "reason")
 #: Parts of the package that decide what a run computes and how it is judged.
 _PROBE_PARTS = ("beds", "capture", "diff", "engines", "stack", "store", "bits.py", "digest.py", "digest_torch.py")
 #: Neighbours of the wide workload on a GPU: with them it has four times the requests.
 _WIDE_GPU = 24
 #: Limits of a run that nobody limited.
 DEFAULT_LIMITS = Limits(timeout=900.0, memory=8 << 30)
-_NO_MEMORY = re.compile(r"MemoryError|can't allocate memory|out of memory")
-_PACKAGES = ("megatron-core", "torch", "numpy", "transformer_engine", "flash-attn-4", "triton")
 
 
 @dataclass(frozen=True)
@@ -163,9 +156,7 @@ class BedOracle:
     @property
     def environment_hash(self) -> str:
         """Hash of machine, interpreter, numeric variables and the versions of the libraries that compute."""
-        versions = {name: _version(name) for name in _PACKAGES}
-        parts = [environment_hash(dict(os.environ)), versions]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return bed_environment(os.environ)
 
     def run(self, trial: Trial) -> RawRun:
         """Run one configuration in a process of its own.
@@ -174,15 +165,18 @@ class BedOracle:
             Cancelled: the oracle was closed meanwhile.
             UsageError: the fork server does not start.
         """
+        job = self.job(trial)
+        if job.fresh:
+            ended = run_command(job.command, job.env, job.folder, job.folder, job.limits, self._stop)
+        else:
+            ended = self._fork_server().run(job.spec, job.limits)
+        return collect(ended, job.folder)
+
+    def job(self, trial: Trial) -> BedJob:
+        """The run of a configuration, to be made by another process."""
         folder = self._folder()
         spec = Spec(self._options(trial.request.config, trial.request.wide), folder, self.keep)
-        (folder / "spec.json").write_text(json.dumps(spec.to_json()) + "\n")
-        if self.fresh:
-            command = [sys.executable, "-m", "zkl_debug.beds.observe", str(folder / "spec.json")]
-            ended = run_command(command, dict(os.environ), folder, folder, self.limits, self._stop)
-        else:
-            ended = self._fork_server().run(spec, self.limits)
-        return _collect(ended, folder)
+        return make_job(spec, self.limits, self.fresh)
 
     def close(self) -> None:
         """End whatever runs, and the server."""
@@ -214,39 +208,6 @@ def _needs_fresh(space: Space) -> bool:
     return any(setting.where == "env" for name in space.order for setting in switch(name).settings)
 
 
-def _collect(ended: RawRun, folder: Path) -> RawRun:
-    """The result of a run from how its process ended and what it wrote."""
-    report = _read(folder / RUN)
-    verdict = _read(folder / VERDICT)
-    document = {key: verdict[key] for key in _KEPT if key in verdict} if verdict else None
-    raw = replace(ended, document=document, folder=str(folder), failure="", reason="")
-    if raw.timed_out or raw.out_of_memory or raw.signal:
-        return raw
-    if report is None:
-        return replace(raw, failure=f"the run wrote no report: {_last_line(folder / 'stderr.txt')}")
-    if report["failure"]:
-        return replace(raw, failure=report["failure"], out_of_memory=bool(_NO_MEMORY.search(report["failure"])))
-    if report["exit_code"] == EXIT_UNTESTABLE:
-        return replace(raw, exit_code=EXIT_UNTESTABLE, reason=report["untestable"])
-    return replace(raw, exit_code=report["exit_code"])
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        body = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return body if isinstance(body, dict) else None
-
-
-def _last_line(path: Path) -> str:
-    try:
-        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        return "no output"
-    return lines[-1].strip()[:300] if lines else "no output"
-
-
 def code_hash() -> str:
     """Hash of the source of everything that decides what a run computes and how it is judged."""
     root = Path(zkl_debug.__file__).parent
@@ -256,10 +217,3 @@ def code_hash() -> str:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

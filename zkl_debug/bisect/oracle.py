@@ -19,6 +19,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,33 @@ _NUMERIC_PREFIXES = (
     *("ATEN", "CUBLAS", "CUDA", "CUDNN", "FLASH", "LD_", "MAMBA", "MKL", "NCCL", "NRL_", "NVIDIA", "NVTE", "OMP"),
     *("OPENBLAS", "PYTHONHASHSEED", "PYTHONPATH", "PYTORCH", "TE_", "TORCH", "TRITON", "VIRTUAL_ENV"),
 )
+
+
+@dataclass(frozen=True)
+class CommandJob:
+    """One run of a command, ready to be made by any process that sees the same folders.
+
+    Attributes:
+        command, env, cwd, folder, limits: of the run.
+        base_env, ignore: what the environment hash is taken of.
+    """
+
+    command: tuple[str, ...]
+    env: dict[str, str]
+    cwd: Path
+    folder: Path
+    limits: Limits
+    base_env: dict[str, str]
+    ignore: frozenset[str]
+
+    def environment_hash(self) -> str:
+        """As :attr:`CommandOracle.environment_hash`, of the machine this is called on."""
+        return environment_hash(self.base_env, ignore=set(self.ignore))
+
+    def make(self, extra: Mapping[str, str]) -> RawRun:
+        """Make the run, from the beginning; ``extra`` are variables that this machine adds."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return run_command(self.command, {**self.env, **extra}, self.cwd, self.folder, self.limits, tied=True)
 
 
 class CommandOracle:
@@ -87,9 +115,15 @@ class CommandOracle:
         Raises:
             Cancelled: the oracle was closed meanwhile.
         """
+        job = self.job(trial)
+        return run_command(job.command, job.env, job.cwd, job.folder, job.limits, self._stop)
+
+    def job(self, trial: Trial) -> CommandJob:
+        """The run of a configuration, to be made by another process."""
         folder = self._folder()
+        ignore = frozenset(b.name for s in self.space.switches for b in s.env)
         env = self._environment(trial, folder)
-        return run_command(self.command, env, self.cwd, folder, self.limits, self._stop)
+        return CommandJob(self.command, env, self.cwd, folder, self.limits, self.base_env, ignore)
 
     def close(self) -> None:
         """End what is running."""
@@ -137,13 +171,15 @@ def run_command(
     folder: Path,
     limits: Limits,
     stop: threading.Event | None = None,
+    tied: bool = False,
 ) -> RawRun:
-    """Run a command in ``folder``'s name and collect what it left there.
+    """Run a command in ``folder``'s name and collect what it left there; ``tied`` to this process's life or not.
 
     Raises:
         Cancelled: ``stop`` was set.
     """
     verdict = folder / "verdict.json"
+    verdict.unlink(missing_ok=True)  # of a process that was lost in the middle of this very run
     full = {**env, "ZKL_RUN_DIR": str(folder), "ZKL_VERDICT_FILE": str(verdict), RUN_ID: uuid.uuid4().hex}
     ended = run_isolated(
         command,
@@ -153,6 +189,7 @@ def run_command(
         stderr=folder / "stderr.txt",
         limits=limits,
         stop=stop,
+        tied=tied,
     )
     document, problem = _document(verdict, folder / "stdout.txt")
     return RawRun(

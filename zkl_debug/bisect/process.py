@@ -21,16 +21,26 @@ RUN_ID = "ZKL_RUN_ID"
 _TAIL_BYTES = 1 << 16
 _PROC = Path("/proc")
 # RLIMIT_DATA counts private writable memory only: CUDA's reserved address space does not trip it (RLIMIT_AS would).
+# A tied command is killed by the kernel when the process that started it is gone (Linux; 1 is PR_SET_PDEATHSIG).
 _SHIM = """
 import os, resource, sys
-cap = int(sys.argv[1])
-_, hard = resource.getrlimit(resource.RLIMIT_DATA)
-cap = cap if hard == resource.RLIM_INFINITY else min(cap, hard)
-resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
+cap, parent = int(sys.argv[1]), int(sys.argv[2])
+if cap:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    cap = cap if hard == resource.RLIM_INFINITY else min(cap, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
+if parent:
+    import ctypes
+    try:
+        ctypes.CDLL(None).prctl(1, 9)
+    except (OSError, AttributeError):
+        pass
+    if os.getppid() != parent:
+        os._exit(137)
 try:
-    os.execvp(sys.argv[2], sys.argv[2:])
+    os.execvp(sys.argv[3], sys.argv[3:])
 except OSError as error:
-    sys.stderr.write("zkl-debug: cannot run %s: %s\\n" % (sys.argv[2], error.strerror))
+    sys.stderr.write("zkl-debug: cannot run %s: %s\\n" % (sys.argv[3], error.strerror))
     os._exit(127)
 """
 _OOM_RE = re.compile(r"\b(MemoryError|OutOfMemoryError|bad_alloc|[Cc]an(no|')t allocate memory|out of memory)\b")
@@ -78,15 +88,19 @@ def run_isolated(
     stderr: Path,
     limits: Limits,
     stop: threading.Event | None = None,
+    tied: bool = False,
 ) -> Ended:
     """Run a command to its end or to a limit; afterwards no process of it is left.
+
+    ``tied``: it must not outlive this process, even one that is killed.
 
     Raises:
         Cancelled: ``stop`` was set.
     """
     argv = list(command)
-    if limits.memory is not None:
-        argv = [sys.executable, "-I", "-S", "-c", _SHIM, str(limits.memory), *argv]
+    if limits.memory is not None or tied:
+        shim = (_SHIM, str(limits.memory or 0), str(os.getpid() if tied else 0))
+        argv = [sys.executable, "-I", "-S", "-c", *shim, *argv]
     start = time.monotonic()
     with stdout.open("wb") as out, stderr.open("wb") as err:
         try:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from zkl_debug.bisect.criterion import parse_criterion
+from zkl_debug.bisect.on_ray import Farmed, RayOracle
 from zkl_debug.bisect.outcome import Observation, Oracle, RawRun, Request
 from zkl_debug.bisect.replay import Policy
 from zkl_debug.bisect.space import Space
@@ -49,7 +50,10 @@ def group() -> None:
 @click.option("--journal", type=click.Path(path_type=Path), help="File of finished runs: resumes, repeats nothing.")
 @click.option("--rejudge", "rejudged", metavar="CRITERION", help="Judge the journal's runs again; runs nothing.")
 @click.option("--criterion", default="auto", show_default=True, help="auto, exit, verdict, or PATH OP NUMBER.")
-@click.option("--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Runs at once.")
+@click.option(
+    "--jobs", type=click.IntRange(1, 256), help="Runs at once. Default: 1, or with --ray as many as there are workers."
+)
+@click.option("--ray", metavar="local|ADDRESS", help="Make the runs on Ray; folders at the same path on every node.")
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="Time limit of a run.")
 @click.option("--memory", type=SIZE, help="Memory cap of a run, for example 8GiB.")
 @click.option(
@@ -135,7 +139,7 @@ def _space(given: dict[str, Any]) -> Space:
     return bed_space(bed_switches(given["bed"], given["graphs"]), parse_held(given["held"]))
 
 
-def _oracle(space: Space, given: dict[str, Any], out: Path) -> Oracle:
+def _oracle(space: Space, given: dict[str, Any], out: Path) -> Farmed:
     from zkl_debug.bisect.process import Limits
 
     if given["bed"] is None:
@@ -159,6 +163,15 @@ def _oracle(space: Space, given: dict[str, Any], out: Path) -> Oracle:
     return BedOracle(space, options, out, limits=limits, keep=given["keep"])
 
 
+def _gpus(bed: str | None) -> int:
+    """GPUs of one run: a command says itself what it takes."""
+    if bed is None:
+        return 0
+    from zkl_debug.beds.bed import bed as known_bed
+
+    return int(known_bed(bed).on_gpu)
+
+
 def _run_switches(space: Space, policy: Policy, given: dict[str, Any]) -> Any:
     from zkl_debug.bisect.driver import bisect_switches
     from zkl_debug.bisect.report import progress_line
@@ -172,8 +185,13 @@ def _run_switches(space: Space, policy: Policy, given: dict[str, Any]) -> Any:
             if given["journal"]
             else Path(tempfile.mkdtemp(prefix="zkl-bisect-"))
         )
-    oracle = _oracle(space, given, out)
+    local = _oracle(space, given, out)
+    oracle: Oracle = local
     console.print(f"[dim]outputs of the runs: {out}[/]", soft_wrap=True)
+    jobs = given["jobs"] or 1
+    if given["ray"] is not None:
+        farm = RayOracle(local, given["ray"], given["jobs"], gpus=_gpus(given["bed"]))
+        oracle, jobs = farm, given["jobs"] or farm.workers
 
     def progress(request: Request, raw: RawRun, seen: Observation, stored: bool) -> None:
         console.print(progress_line(next(numbers), space, request, raw, seen, stored), soft_wrap=True)
@@ -185,7 +203,7 @@ def _run_switches(space: Space, policy: Policy, given: dict[str, Any]) -> Any:
             journal=given["journal"],
             policy=policy,
             criterion=criterion,
-            jobs=given["jobs"],
+            jobs=jobs,
             attempts=given["attempts"],
             max_runs=given["max_runs"],
             progress=progress,

@@ -1,0 +1,200 @@
+"""Bisect runs made on Ray: the same answer and the same journal, whatever becomes of the workers."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from zkl_debug.bisect.driver import bisect_switches
+from zkl_debug.bisect.on_ray import RayOracle, call_on_ray, make_run
+from zkl_debug.bisect.oracle import CommandOracle, check_command
+from zkl_debug.bisect.outcome import Outcome, RawRun, Request, Trial
+from zkl_debug.bisect.space import Space, Switch
+from zkl_debug.cli.bisect import group
+from zkl_debug.errors import UsageError
+
+PROGRAM = Path(__file__).parent / "programs" / "switch_check.py"
+SPACE = Space(tuple(Switch(f"s{i}") for i in range(5)))
+COMMAND = (sys.executable, str(PROGRAM))
+
+
+def journal(path: Path, root: Path) -> list[dict[str, Any]]:
+    """Lines of a journal without what a clock, or the folder of the test, put into them."""
+    lines = []
+    for line in path.read_text().replace(str(root), "ROOT").splitlines():
+        body = json.loads(line)["body"]
+        if "raw" in body:
+            body["raw"] |= {"seconds": 0, "peak_bytes": 0}
+        lines.append(body)
+    return lines
+
+
+def local(root: Path) -> Any:
+    oracle = CommandOracle(SPACE, COMMAND, root / "runs")
+    return bisect_switches(SPACE, oracle, journal=root / "journal.jsonl")
+
+
+def trial() -> Trial:
+    return Trial(Request(frozenset({"s1"})))
+
+
+def test_a_job_is_the_run(tmp_path: Path) -> None:
+    """What a worker is asked and what it answers, without Ray; what a lost worker left is not taken for an answer."""
+    oracle = CommandOracle(SPACE, COMMAND, tmp_path)
+    job = pickle.loads(pickle.dumps(oracle.job(trial())))
+    (job.folder / "verdict.json").write_text('{"verdict": "identical"}')
+    raw = make_run(job, oracle.environment_hash, 0)
+    assert isinstance(raw, RawRun)
+    assert raw.exit_code == 1
+    assert raw.document == {"missing": ["s3"]}
+    assert raw.document == oracle.run(trial()).document
+
+
+def test_a_worker_on_another_machine_refuses(tmp_path: Path) -> None:
+    oracle = CommandOracle(SPACE, COMMAND, tmp_path)
+    job = oracle.job(trial())
+    assert isinstance(make_run(job, "other", 0), UsageError)
+    assert not (job.folder / "stdout.txt").exists()
+
+
+def test_a_tied_command_ends_with_its_parent(tmp_path: Path) -> None:
+    """A worker that is killed leaves nothing that still writes."""
+    oracle = CommandOracle(SPACE, (sys.executable, "-c", "import time; time.sleep(60)"), tmp_path)
+    job = oracle.job(trial())
+    pid = os.fork()
+    if pid == 0:
+        try:
+            job.make({})
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 20
+    while not (children := _children(pid)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.5)  # until it has tied itself
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert children
+    while any(_alive(child) for child in children) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(_alive(child) for child in children)
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(child) for child in listing.read_text().split()]
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "space.yaml").write_text("switches:\n  - name: a\n")
+    given = ["switches", "--space", str(tmp_path / "space.yaml"), "--ray", "local", "--", sys.executable, "-c", "0"]
+    result = CliRunner().invoke(group, given, standalone_mode=False)
+    assert isinstance(result.exception, UsageError)
+    assert "ray is not installed" in str(result.exception)
+
+
+# With Ray: slow to start.
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.slow
+def test_same_answer_and_same_journal(tmp_path: Path, two_workers: None) -> None:  # noqa: ARG001
+    expected = local(tmp_path / "local")
+    assert expected.minimal == ("s1", "s3")
+    away = tmp_path / "ray"
+    oracle = RayOracle(CommandOracle(SPACE, COMMAND, away / "runs"), "local")
+    found = bisect_switches(SPACE, oracle, journal=away / "journal.jsonl")
+    assert json.dumps(found.to_json()) == json.dumps(expected.to_json())
+    one, two = (journal(root / "journal.jsonl", root) for root in (tmp_path / "local", away))
+    assert one == two
+    several = RayOracle(CommandOracle(SPACE, COMMAND, tmp_path / "two"), "local")
+    assert several.workers == 2
+    assert bisect_switches(SPACE, several, jobs=2) == expected
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_nothing(
+    tmp_path: Path,
+    two_workers: None,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = local(tmp_path / "local")
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    monkeypatch.setenv("SLOW", str(seen))
+    killed: list[int] = []
+    over = threading.Event()
+
+    def kill_some() -> None:
+        while not over.is_set() and len(killed) < 2:
+            for note in list(seen.iterdir()):
+                worker = int(note.read_text() or 0)
+                if worker and _alive(worker) and worker not in killed:
+                    os.kill(worker, signal.SIGKILL)
+                    killed.append(worker)
+                    break
+            time.sleep(0.05)
+
+    killer = threading.Thread(target=kill_some)
+    killer.start()
+    away = tmp_path / "ray"
+    try:
+        oracle = RayOracle(CommandOracle(SPACE, COMMAND, away / "runs"), "local")
+        found = bisect_switches(SPACE, oracle, journal=away / "journal.jsonl")
+    finally:
+        over.set()
+        killer.join()
+    assert len(killed) == 2
+    assert found == expected
+    stripped = [
+        [line for line in journal(root / "journal.jsonl", root) if "raw" in line] for root in (tmp_path / "local", away)
+    ]
+    assert stripped[0] == stripped[1]
+
+
+@pytest.mark.slow
+def test_a_call_and_its_refusal(two_workers: None) -> None:  # noqa: ARG001
+    assert call_on_ray("local", operator.mul, 6, 7) == 42
+    with pytest.raises(UsageError, match="no command to run"):
+        call_on_ray("local", check_command, (), Path(), {})
+
+
+@pytest.mark.slow
+def test_workers_that_are_always_lost_are_no_outcome(tmp_path: Path, two_workers: None) -> None:  # noqa: ARG001
+    """Nothing goes into the journal for a run that nobody could make."""
+    command = (sys.executable, "-c", "import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+    oracle = RayOracle(CommandOracle(SPACE, command, tmp_path / "runs"), "local")
+    with pytest.raises(UsageError, match="Ray gave up on a run"):
+        bisect_switches(SPACE, oracle, journal=tmp_path / "journal.jsonl")
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 1
+    assert Outcome.ERROR.value not in (tmp_path / "journal.jsonl").read_text()
