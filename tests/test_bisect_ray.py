@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import os
 import pickle
 import signal
@@ -17,12 +16,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from zkl_debug.bench.measure import run_measured, zkl_command
 from zkl_debug.bisect.driver import bisect_switches
-from zkl_debug.bisect.on_ray import RayOracle, call_on_ray, make_run
-from zkl_debug.bisect.oracle import CommandOracle, check_command
+from zkl_debug.bisect.on_ray import RayOracle, WholeCommand, command_on_ray, make_run
+from zkl_debug.bisect.oracle import CommandOracle
 from zkl_debug.bisect.outcome import Outcome, RawRun, Request, Trial
 from zkl_debug.bisect.space import Space, Switch
 from zkl_debug.cli.bisect import group
+from zkl_debug.cli.farm import without_ray
 from zkl_debug.errors import UsageError
 
 PROGRAM = Path(__file__).parent / "programs" / "switch_check.py"
@@ -114,6 +115,11 @@ def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.Monkey
     assert "ray is not installed" in str(result.exception)
 
 
+def test_the_words_of_a_command_without_ray() -> None:
+    words = ["bisect", "steps", "--ray", "local", "--steps", "5", "--ray=auto", "--json"]
+    assert without_ray(words) == ["bisect", "steps", "--steps", "5", "--json"]
+
+
 # With Ray: slow to start.
 
 
@@ -183,10 +189,15 @@ def test_a_killed_worker_loses_nothing(
 
 
 @pytest.mark.slow
-def test_a_call_and_its_refusal(two_workers: None) -> None:  # noqa: ARG001
-    assert call_on_ray("local", operator.mul, 6, 7) == 42
-    with pytest.raises(UsageError, match="no command to run"):
-        call_on_ray("local", check_command, (), Path(), {})
+def test_a_whole_command(tmp_path: Path, two_workers: None) -> None:  # noqa: ARG001
+    """It starts again from the beginning, in an empty folder, when its worker is lost."""
+    script = (
+        "import os, pathlib, signal, sys; out = pathlib.Path('out'); assert not out.exists(); out.mkdir();"
+        "seen = pathlib.Path('seen'); first = not seen.exists(); seen.touch();"
+        "first and os.kill(os.getppid(), signal.SIGKILL); print('whole', os.environ['MARK']); sys.exit(4)"
+    )
+    whole = WholeCommand((sys.executable, "-c", script), {**os.environ, "MARK": "x"}, tmp_path, tmp_path / "out")
+    assert command_on_ray("local", whole) == (4, b"whole x\n", "")
 
 
 @pytest.mark.slow
@@ -198,3 +209,27 @@ def test_workers_that_are_always_lost_are_no_outcome(tmp_path: Path, two_workers
         bisect_switches(SPACE, oracle, journal=tmp_path / "journal.jsonl")
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 1
     assert Outcome.ERROR.value not in (tmp_path / "journal.jsonl").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("bisect", "steps", "--fault", "S1", "--steps", "4", "--json"),
+        ("bisect", "operators", "--bed", "tiny-gpt", "--stack", "off", "--json"),
+    ],
+)
+def test_steps_and_operators_say_the_same(words: tuple[str, ...]) -> None:
+    pytest.importorskip("ray")
+    here, away = (run_measured(zkl_command(*words, *more)) for more in ((), ("--ray", "local")))
+    assert away.code == here.code
+    assert _untimed(away.output) == _untimed(here.output)
+
+
+def _untimed(text: str) -> Any:
+    def strip(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: strip(v) for k, v in value.items() if "seconds" not in k}
+        return [strip(v) for v in value] if isinstance(value, list) else value
+
+    return strip(json.loads(text))

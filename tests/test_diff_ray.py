@@ -177,3 +177,37 @@ def test_no_cluster_at_an_address_is_an_error_of_use() -> None:
     with pytest.raises(UsageError, match=r"no Ray cluster at 127\.0\.0\.1:1: "):
         cluster.knock("127.0.0.1:1")
     cluster.knock("auto")
+
+
+class _Stub:
+    """Ray as far as a connection needs it; the first ``bad`` starts fail as those of a busy machine do."""
+
+    def __init__(self, bad: int) -> None:
+        self.bad, self.started, self.stopped = bad, 0, 0
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **_: Any) -> None:
+        self.started += 1
+        if self.started <= self.bad:
+            raise Exception("the node timed out\nmore")
+
+    def shutdown(self) -> None:
+        self.stopped += 1
+
+
+def test_a_cluster_that_does_not_start_at_once() -> None:
+    slow, broken, away = _Stub(1), _Stub(9), _Stub(9)
+    with cluster.connected(slow, "local"):
+        assert (slow.started, slow.stopped) == (2, 1)  # the first is stopped before the second
+    assert slow.stopped == 2
+    with (
+        pytest.raises(UsageError, match=r"no Ray cluster at local: the node timed out\n"),
+        cluster.connected(broken, "local"),
+    ):
+        pass
+    assert (broken.started, broken.stopped) == (3, 3)
+    with pytest.raises(UsageError), cluster.connected(away, "auto"):
+        pass
+    assert away.started == 1

@@ -17,6 +17,7 @@ LOCAL = "local"
 #: How often a task is run again whose worker is lost.
 RETRIES = 4
 _KNOCK_S = 5.0
+_STARTS = 3
 
 
 def import_ray() -> Any:
@@ -81,18 +82,27 @@ def connected(ray: Any, address: str, jobs: int | None = None) -> Iterator[None]
         knock(address)
         package = str(Path(zkl_debug.__file__).parent)
         options |= {"address": address, "runtime_env": {"py_modules": [package]}}
-    try:
-        ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
-        raise UsageError(
-            f"no Ray cluster at {address}: {first_line(error)}",
-            "the address of a cluster that runs, or local",
-            "ray status",
-        ) from None
+    _join(ray, address, options)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
+    tries = _STARTS if address == LOCAL else 1  # on a busy machine a cluster may not come up in the time Ray gives it
+    for left in reversed(range(tries)):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:  # Ray raises plain ones
+            ray.shutdown()
+            if not left:
+                raise UsageError(
+                    f"no Ray cluster at {address}: {first_line(error)}",
+                    "the address of a cluster that runs, or local",
+                    "ray status",
+                ) from None
 
 
 def first_line(error: BaseException) -> str:

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import tempfile
 import threading
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from zkl_debug.bisect.oracle import environment_hash
 from zkl_debug.bisect.outcome import Cancelled, Oracle, RawRun, Trial
+from zkl_debug.bisect.process import RUN_ID, Limits, run_isolated, tail
 from zkl_debug.cluster import RETRIES, connected, first_line, import_ray
 from zkl_debug.errors import UsageError, ZklError
 
@@ -41,17 +48,28 @@ class Farmed(Oracle, Protocol):
 
 def make_run(job: Job, environment: str, gpus: int) -> RawRun | ZklError:
     """Make a run in a worker. What the user must put right comes back as it is, not wrapped into a Ray error."""
-    if job.environment_hash() != environment:
-        return UsageError(
-            "a worker runs on another kind of machine, or with other versions, than the one that asks",
-            "workers with the same processor, GPUs, Python and libraries: only their runs can be compared",
-            "start the bisection on such a node, or leave --ray away",
-        )
-    extra = {_VISIBLE: os.environ[_VISIBLE]} if gpus and _VISIBLE in os.environ else {}
+    refusal = _other_machine(job.environment_hash(), environment)
+    if refusal is not None:
+        return refusal
     try:
-        return job.make(extra)
+        return job.make(_visible(gpus))
     except ZklError as error:
         return error
+
+
+def _other_machine(here: str, there: str) -> ZklError | None:
+    if here == there:
+        return None
+    return UsageError(
+        "a worker runs on another kind of machine, or with other versions, than the one that asks",
+        "workers with the same processor, GPUs, Python and libraries: only their runs can be compared",
+        "start the bisection on such a node, or leave --ray away",
+    )
+
+
+def _visible(gpus: int) -> dict[str, str]:
+    """Which GPUs Ray gave to this task."""
+    return {_VISIBLE: os.environ[_VISIBLE]} if gpus and _VISIBLE in os.environ else {}
 
 
 class RayOracle:
@@ -136,27 +154,51 @@ def _wait(ray: Any, reference: Any, stop: threading.Event) -> Any:
     return found
 
 
-def _call(function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-    try:
-        return function(*given)
-    except ZklError as error:
-        return error
+@dataclass(frozen=True)
+class WholeCommand:
+    """A command that a worker runs as a whole, in the environment of the process that asks.
+
+    Attributes:
+        command, env, cwd: of the run.
+        out: a folder it fills, empty before it, or None.
+    """
+
+    command: tuple[str, ...]
+    env: dict[str, str]
+    cwd: Path
+    out: Path | None = None
+
+    def make(self, environment: str, gpus: int) -> tuple[int, bytes, str] | ZklError:
+        """Exit code (128 and a signal's number where one ended it), standard output, end of standard error."""
+        refusal = _other_machine(environment_hash(self.env), environment)
+        if refusal is not None:
+            return refusal
+        if self.out is not None and self.out.is_dir():
+            shutil.rmtree(self.out)  # of a worker that was lost in the middle
+        with tempfile.TemporaryDirectory(prefix="zkl-ray-") as name:
+            stdout, stderr = Path(name) / "stdout", Path(name) / "stderr"
+            env = {**self.env, **_visible(gpus), RUN_ID: uuid.uuid4().hex}
+            ended = run_isolated(
+                self.command, env=env, cwd=self.cwd, stdout=stdout, stderr=stderr, limits=Limits(), tied=True
+            )
+            code = 128 + ended.signal if ended.exit_code is None else ended.exit_code
+            return code, stdout.read_bytes(), tail(stderr)
 
 
-def call_on_ray(address: str, function: Callable[..., Any], *given: Any, gpus: int = 0) -> Any:
-    """Have one call made by a worker, again from the beginning when the worker is lost.
+def command_on_ray(address: str, whole: WholeCommand, gpus: int = 0) -> tuple[int, bytes, str]:
+    """Have a whole command run by a worker, again from the beginning when the worker is lost.
 
     Args:
         address: as for :class:`RayOracle`.
-        function: of a module; it and what it is given and returns can be pickled.
-        given: its arguments.
+        whole: the command.
         gpus: GPUs it needs.
 
     Raises:
-        UsageError: no Ray, no cluster, or no worker lived to the end of it.
-        ZklError: what the function raised.
+        UsageError: no Ray, no cluster, a worker on another kind of machine, or none that lived to the end of it.
     """
     ray = import_ray()
     with connected(ray, address, 1):
-        task = ray.remote(max_retries=RETRIES, num_cpus=1, num_gpus=gpus)(_call)
-        return _wait(ray, task.remote(function, given), threading.Event())
+        task = ray.remote(max_retries=RETRIES, num_cpus=1, num_gpus=gpus)(WholeCommand.make)
+        reference = task.remote(whole, environment_hash(whole.env), gpus)
+        code, output, errors = _wait(ray, reference, threading.Event())
+        return int(code), bytes(output), str(errors)

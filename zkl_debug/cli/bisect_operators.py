@@ -8,6 +8,7 @@ import click
 
 from zkl_debug.cli.bedopts import bed_options, make_options
 from zkl_debug.cli.common import emit_json, stderr, stdout
+from zkl_debug.cli.farm import away, ray_choice
 from zkl_debug.errors import ExitCode
 
 
@@ -16,7 +17,8 @@ from zkl_debug.errors import ExitCode
 @bed_options
 @click.option("--attribution", is_flag=True, help="Also: how much of the log-prob gap each of them accounts for.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(bed: str, attribution: bool, as_json: bool, **values: Any) -> int:
+@ray_choice
+def command(bed: str, attribution: bool, as_json: bool, ray: str | None, **values: Any) -> int:
     """Feed scoring's value into generation at every operator and list those that still differ.
 
     Exit code: 0 no operator differs, 1 some do, 3 a side does not repeat, or nothing could be compared.
@@ -24,6 +26,8 @@ def command(bed: str, attribution: bool, as_json: bool, **values: Any) -> int:
     from zkl_debug.beds.operators import scan_operators
 
     options = make_options(bed, values, ("gen", "train"))
+    if ray is not None:
+        return away(ray, gpus=int(options.on_gpu))
     with stderr().status("starting") as status:
         scan = scan_operators(options, lambda text: status.update(text), attribution=attribution)
     if as_json:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from zkl_debug.cli.common import emit_json, stderr, stdout
+from zkl_debug.cli.farm import away, ray_choice
 from zkl_debug.errors import UsageError
 
 #: What kind of model, and the options it takes.
@@ -63,12 +64,24 @@ _LOOP: tuple[Callable[[Any], Any], ...] = (
 
 @click.command("steps", short_help="Find the step at which it starts, the state or data that brings it, and the event.")
 @loop_choices
-def command(as_json: bool, out: Path | None, **values: Any) -> int:
+@ray_choice
+def command(as_json: bool, out: Path | None, ray: str | None, **values: Any) -> int:
     """Run the loop, compare every step, and take the first step that diverges apart.
 
     Exit code: 0 clean, or found and repeated; 4 when it does not repeat or cannot be decided.
     """
+    if ray is not None:
+        check_loop(values, out)
+        return away(ray, out)
     return run(values, out, as_json)
+
+
+def check_loop(values: dict[str, Any], out: Path | None) -> None:
+    """Refuse another bed than the loop's, and a folder that is in use."""
+    if values["bed"] != "grpo":
+        raise UsageError(f"bed {values['bed']} has no loop", "grpo", "zkl-debug bisect steps --bed grpo")
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is not empty", "a new folder", f"rm -r {out}, or another --out")
 
 
 def run(values: dict[str, Any], out: Path | None, as_json: bool, **how: Any) -> int:
@@ -76,10 +89,7 @@ def run(values: dict[str, Any], out: Path | None, as_json: bool, **how: Any) -> 
     from zkl_debug.beds.grpo.answer import document, exit_code, lines
     from zkl_debug.beds.grpo.drift import find_drift
 
-    if values["bed"] != "grpo":
-        raise UsageError(f"bed {values['bed']} has no loop", "grpo", "zkl-debug bisect steps --bed grpo")
-    if out is not None and out.exists() and any(out.iterdir()):
-        raise UsageError(f"{out} is not empty", "a new folder", f"rm -r {out}, or another --out")
+    check_loop(values, out)
     options = loop_options(values)
     console = stderr()
     with console.status("starting") as status:
