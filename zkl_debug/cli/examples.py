@@ -65,6 +65,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("zkl-debug bisect switches --bed tiny-gpt", "which switches of the stack are needed"),
         ("zkl-debug bisect switches --bed tiny-gpt --journal ladder.jsonl", "resumable"),
         ("zkl-debug bisect switches --space space.yaml -- python probe.py", "switches and a probe of your own"),
+        ("zkl-debug bisect switches --bed tiny-gpt --ray local --jobs 2", "its runs on a Ray cluster"),
     ),
     "watch": (
         ("zkl-debug watch --steps 8", "a loop under a light monitor that stops at the first mismatch"),
