@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zkl_debug.capture.api import Capture
-from zkl_debug.capture.device import Kernels
+from zkl_debug.capture.device import Again, Kernels
 from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.rows import FrameRows, make_rows
 from zkl_debug.digest import digest_array, prefix_digests
@@ -70,9 +70,9 @@ class FakeKernels(Kernels):
             FakeGraph.current.steps.append(lambda: _copy(kept, tensor))
         return kept
 
-    def digest(
+    def job(
         self, tensor: torch.Tensor, rows: int, out: torch.Tensor, start: int, dest: torch.Tensor | None, *, clear: bool
-    ) -> bool:
+    ) -> Callable[[], None]:
         if clear:
             out[start : start + rows].zero_()
 
@@ -81,11 +81,32 @@ class FakeKernels(Kernels):
             at = torch.arange(rows) if dest is None else dest
             out[start + at[at >= 0]] = found[at >= 0]
 
+        return step
+
+    def issue(self, jobs: list[Callable[[], None]]) -> None:
         if FakeGraph.current is not None:
-            FakeGraph.current.steps.append(step)
-        else:
-            step()
-        return True
+            FakeGraph.current.steps.append(lambda: self.run(jobs))
+            return
+        self.run(jobs)
+
+    def issue_aside(self, jobs: list[Callable[[], None]]) -> None:
+        """At the latest: when the program waits for them."""
+
+    def await_aside(self) -> None:
+        self.issue(self._aside)
+
+    def run(self, jobs: list[Callable[[], None]]) -> None:
+        """What one launch does."""
+        for job in jobs:
+            job()
+
+    def again(self, tensor: torch.Tensor, rows: int) -> Again:
+        def issue(like: torch.Tensor, out: torch.Tensor, start: int) -> bool:
+            return self.digest(
+                like.reshape(-1)[: tensor.numel()].reshape(tensor.shape), rows, out, start, None, clear=False
+            )
+
+        return issue
 
 
 class Layer(nn.Module):

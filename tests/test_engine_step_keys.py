@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from zkl_debug.digest import prefix_digests
+from zkl_debug.digest import prefix_digests, prefix_digests_of
 from zkl_debug.engines.megatron.frames import EngineHistory, dynamic_step
 from zkl_debug.schema import Phase, RowFlag
 
@@ -115,7 +115,7 @@ def test_a_request_that_was_never_admitted_has_no_key() -> None:
 
 
 def test_rows_are_grouped_by_request_in_the_order_of_their_first_row() -> None:
-    from zkl_debug.engines.megatron.taps_logprobs import _by_request
+    from zkl_debug.engines.megatron.labels_dynamic import _by_request
 
     requests, index = _by_request(np.array([9, 9, 2, 5, 5, 5]))
     assert requests == [9, 2, 5]
@@ -125,16 +125,57 @@ def test_rows_are_grouped_by_request_in_the_order_of_their_first_row() -> None:
 @pytest.mark.parametrize("rows_each", [1, 3])
 def test_the_label_of_a_row_is_the_next_prompt_token_or_the_one_just_sampled(rows_each: int) -> None:
     from zkl_debug.engines.megatron.adapter import MegatronAdapter
+    from zkl_debug.engines.megatron.labels_dynamic import _scored
 
     adapter = MegatronAdapter()
     rows = []
     for rid, prompt in PROMPTS.items():
         adapter.history.add(rid, prompt, first_chunk=True)
         rows += [(rid, len(prompt) - k, prompt[-k]) for k in range(min(rows_each, len(prompt)), 0, -1)]
-    _, adapter.step_requests = dynamic_step(_context(rows, decode=False), adapter.history)
-    labels = adapter.label_of(np.array([71, 72, 73]))
-    expected = []
+    _, step = dynamic_step(_context(rows, decode=False), adapter.history)
+    adapter.step_requests = step
+    capture: Any = SimpleNamespace(session=SimpleNamespace(not_rows={}))
+    scored = _scored(capture, adapter, step, len(rows))
+    assert scored is not None
+    expected, last = [], []
     for sampled, (rid, prompt) in zip((71, 72, 73), PROMPTS.items(), strict=True):
         assert rid in adapter.history.requests
         expected += [*prompt[len(prompt) - min(rows_each, len(prompt)) + 1 :], sampled]
-    assert labels.tolist() == expected
+        last.append(len(expected) - 1)
+    sampled_now = np.array([71, 72, 73])
+    assert scored.labels(sampled_now).tolist() == expected
+    assert scored.labels(sampled_now[:2]).tolist() == [*expected[:-1], -1]  # a request that nothing was sampled for
+    assert np.flatnonzero(scored.generated).tolist() == last
+    # Only the last row of each request was scored; and fewer log-probs than that belong to nobody knows which rows.
+    ends = _scored(capture, adapter, step, len(PROMPTS))
+    assert ends is not None
+    assert ends.parents.tolist() == last
+    assert ends.labels(sampled_now).tolist() == [71, 72, 73]
+    assert (_scored(capture, adapter, step, 2) is None) == (len(rows) > 2)
+    assert capture.session.not_rows
+
+
+def test_tokens_that_are_run_again_with_others_take_what_was_behind_them_along() -> None:
+    history = EngineHistory()
+    history.add(3, [5, 6, 7, 8], first_chunk=True)
+    rows = dynamic_step(_context([(3, 1, 6), (3, 2, 9)], decode=False), history)[0].rows
+    want = prefix_digests(np.array([5, 6, 9], np.int32))
+    assert np.array_equal(rows["prefix"], want[1:])
+    assert history.requests[3].tokens == [5, 6, 9]
+    assert history.requests[3].cached == 1
+    assert [int(f) & int(RowFlag.CHUNK_EDGE) for f in rows["flags"]] == [0, int(RowFlag.CHUNK_EDGE)]
+    # Positions out of order, and one that nothing leads to.
+    rows = dynamic_step(_context([(3, 2, 4), (3, 1, 6)], decode=False), history)[0].rows
+    want = prefix_digests(np.array([5, 6, 4], np.int32))
+    assert np.array_equal(rows["prefix"], want[[2, 1]])
+    assert len(dynamic_step(_context([(3, 3, 1), (3, 5, 1)], decode=False), history)[0].rows) == 0
+
+
+def test_prefixes_of_many_sequences_are_those_of_each() -> None:
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(-1, 2**31 - 1, n).astype(np.int32) for n in (3, 0, 1, 40, 7)]
+    found = prefix_digests_of(sequences)
+    assert [len(f) for f in found] == [3, 0, 1, 40, 7]
+    for tokens, digests in zip(sequences, found, strict=True):
+        assert np.array_equal(digests, prefix_digests(tokens))
+    assert prefix_digests_of([]) == []

@@ -233,6 +233,21 @@ def prefix_digests(tokens: NDArray[Any]) -> U64:
     return np.ascontiguousarray(np.cumsum(lanes * table, axis=1, dtype=np.uint64).T)
 
 
+def prefix_digests_of(sequences: Sequence[NDArray[Any]]) -> list[U64]:
+    """:func:`prefix_digests` of many sequences at the price of a few; shapes [n_i] in, [n_i, 2] uint64 out."""
+    ends = np.cumsum([len(tokens) for tokens in sequences])
+    if not len(ends) or not ends[-1]:
+        return [np.zeros((0, 2), np.uint64) for _ in sequences]
+    starts = ends - [len(tokens) for tokens in sequences]
+    every = np.concatenate(sequences)
+    position = np.arange(len(every)) - np.repeat(starts, ends - starts)
+    terms = _token_terms(every, position)
+    summed = np.zeros((len(every) + 1, 2), np.uint64)
+    np.cumsum(terms, axis=0, out=summed[1:])
+    # What lies before a sequence is taken off again: the sums wrap, so nothing is lost.
+    return [summed[a + 1 : b + 1] - summed[a] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+
 def parent_prefix(prefix: U64, token: NDArray[Any], position: NDArray[Any]) -> U64:
     """Prefix digests one token shorter: the digest of tokens[0..p-1] from that of tokens[0..p].
 

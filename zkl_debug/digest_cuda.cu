@@ -22,12 +22,14 @@ struct Entry {       // one tensor; 64 bytes
     int reverse;     // last rows first: they were written last and may still be in the cache
 };
 
+// A launch's parameters. Those of one tensor have a type of their own: every node of a graph copies its parameters.
+template <int N>
 struct Table {
     const int2* weights; // [2, pitch]
     i64 pitch;
     int count;
     int pad;
-    Entry entry[ENTRIES];
+    Entry entry[N];
 };
 
 struct Chunk { int at[4]; };  // where four lanes of a row lie, -1 behind its end
@@ -89,11 +91,12 @@ __device__ __forceinline__ void halve(u64* sum, int& held, int thread, int far) 
     held = held * 2 + upper;
 }
 
-template <int ROWS, bool WIDE>
-__device__ __forceinline__ void digest(const Table& t) {
+template <int ROWS, bool WIDE, int N>
+__device__ __forceinline__ void digest(const Table<N>& t) {
     __shared__ u64 partial[8][ROWS * 2];
     int which = 0;
-    while (which + 1 < t.count && (int)blockIdx.x >= t.entry[which + 1].first) ++which;
+    if constexpr (N > 1)
+        while (which + 1 < t.count && (int)blockIdx.x >= t.entry[which + 1].first) ++which;
     const Entry& e = t.entry[which];
     const int warp = threadIdx.x >> 5, thread = threadIdx.x & 31;
     const int share = 1 << e.shift;                       // warps that share a group of rows
@@ -158,9 +161,16 @@ __device__ __forceinline__ void digest(const Table& t) {
     }
 }
 
+#define KERNEL(name, rows, wide, n) \
+    __global__ void __launch_bounds__(256) name(const __grid_constant__ Table<n> t) { digest<rows, wide>(t); }
+
 extern "C" {
-__global__ void __launch_bounds__(256) digest_few(const __grid_constant__ Table t) { digest<1, true>(t); }
-__global__ void __launch_bounds__(256) digest_few_narrow(const __grid_constant__ Table t) { digest<1, false>(t); }
-__global__ void __launch_bounds__(256) digest_many(const __grid_constant__ Table t) { digest<8, true>(t); }
-__global__ void __launch_bounds__(256) digest_many_narrow(const __grid_constant__ Table t) { digest<8, false>(t); }
+KERNEL(digest_few, 1, true, 1)
+KERNEL(digest_few_narrow, 1, false, 1)
+KERNEL(digest_many, 8, true, 1)
+KERNEL(digest_many_narrow, 8, false, 1)
+KERNEL(digest_few_group, 1, true, ENTRIES)
+KERNEL(digest_few_narrow_group, 1, false, ENTRIES)
+KERNEL(digest_many_group, 8, true, ENTRIES)
+KERNEL(digest_many_narrow_group, 8, false, ENTRIES)
 }

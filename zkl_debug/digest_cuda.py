@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import itertools
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _FIRST_LANES = 1 << 17
 _HEADER = struct.Struct("<QqiI")
 _ENTRY = struct.Struct("<QQQqiiiiiiii")
 _SINGLE = struct.Struct("<QqiIQQQqiiiiiiii")
+_ENDS = struct.Struct("<QQ")  # first lane and output of the first entry, behind the header
 _NVRTC = ("libnvrtc.so.13", "libnvrtc.so.12")
 
 
@@ -108,12 +110,39 @@ class Launcher:
             buffer, 0, self._table, self._lanes, 1, 0,
             view.address, out, dest, stride, rows, lanes, inner, apart, 0, shift, 0, not few,
         )  # fmt: skip
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
-        status = self._launch(
-            self._functions[few, wide], blocks, 1, 1, 32 * _WARPS, 1, 1, 0, ctypes.c_void_p(stream), arguments, None
+        self._issue(self._functions[few, wide, False], blocks, arguments)
+
+    def again(self, view: LaneView) -> Callable[[int, int], bool] | None:
+        """A launch for tensors like this one, with all but two addresses worked out; None for many rows.
+
+        The function takes the addresses of the first lane and of the output, and issues the launch on the current
+        stream; False where the address does not allow the reads it was made for. Not to be called by two threads.
+        """
+        rows, lanes, stride, inner, apart = view.rows, view.lanes, view.stride, view.inner, view.group_stride
+        if rows >= _MANY_FROM_ROWS:
+            return None
+        self.weights(lanes)
+        if not 0 < inner < lanes:
+            inner, apart = lanes, 0
+        wide = not (view.address & 15 or (stride | lanes | inner | apart) & 3)
+        shift, blocks = _shape(rows, lanes, True)
+        buffer = ctypes.create_string_buffer(_SINGLE.size)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        _SINGLE.pack_into(
+            buffer, 0, self._table, self._lanes, 1, 0, 0, 0, 0, stride, rows, lanes, inner, apart, 0, shift, 0, 0
         )
-        if status != 0:
-            raise CudaError(f"the driver refused the digest kernel: CUDA error {status}")
+        function, issue, at = self._functions[True, wide, False], self._issue, _HEADER.size
+        mask = 15 if wide else 3
+        put = _ENDS.pack_into
+
+        def launch(address: int, out: int) -> bool:
+            if address & mask:
+                return False
+            put(buffer, at, address, out)
+            issue(function, blocks, arguments)
+            return True
+
+        return launch
 
     def launch(self, targets: Sequence[Target]) -> None:
         """Write the digests of up to :data:`ENTRIES` views on the current stream, all in one launch.
@@ -137,9 +166,11 @@ class Launcher:
                 view.rows, view.lanes, inner, apart, target.lane_offset, shift, blocks, not few,
             )  # fmt: skip
             blocks, at = blocks + count, at + _ENTRY.size
-        function = self._functions[few, wide]
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
-        status = self._launch(function, blocks, 1, 1, 32 * _WARPS, 1, 1, 0, ctypes.c_void_p(stream), arguments, None)
+        self._issue(self._functions[few, wide, len(targets) > 1], blocks, arguments)
+
+    def _issue(self, function: Any, blocks: int, arguments: Any) -> None:
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.index))
+        status = self._launch(function, blocks, 1, 1, 32 * _WARPS, 1, 1, 0, stream, arguments, None)
         if status != 0:
             raise CudaError(f"the driver refused the digest kernel: CUDA error {status}")
 
@@ -260,19 +291,18 @@ def _nvrtc() -> Any:
     raise CudaError(f"none of {', '.join(_NVRTC)} can be loaded")
 
 
-def _load(driver: Any, image: bytes) -> dict[tuple[bool, bool], Any]:
-    """The kernels by (few rows, wide reads), all of them loaded now."""
+def _load(driver: Any, image: bytes) -> dict[tuple[bool, bool, bool], Any]:
+    """The kernels by (few rows, wide reads, several tensors), all of them loaded now."""
     module = ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), image), "the driver")
     found = {}
-    for few, rows in ((True, "few"), (False, "many")):
-        for wide, suffix in ((True, ""), (False, "_narrow")):
-            function = ctypes.c_void_p()
-            name = f"digest_{rows}{suffix}".encode()
-            _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name), "the driver")
-            if hasattr(driver, "cuFuncLoad"):
-                _check(driver.cuFuncLoad(function), "the driver")
-            found[few, wide] = function
+    for few, wide, group in itertools.product((True, False), repeat=3):
+        function = ctypes.c_void_p()
+        name = f"digest_{'few' if few else 'many'}{'' if wide else '_narrow'}{'_group' if group else ''}"
+        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "the driver")
+        if hasattr(driver, "cuFuncLoad"):
+            _check(driver.cuFuncLoad(function), "the driver")
+        found[few, wide, group] = function
     return found
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from zkl_debug.lanes import LaneView, lane_view
+
+if TYPE_CHECKING:
+    from zkl_debug.digest_cuda import Target
 
 
 class GpuDigest(Protocol):
@@ -17,6 +21,12 @@ class GpuDigest(Protocol):
 
     def launch(self, view: LaneView, out: int, dest: int) -> None:
         """Write the digest of row i to row i of ``out`` (int64 [n, 2]), or to row ``dest[i]``, -1 to drop it."""
+
+    def launch_all(self, targets: Sequence[Target]) -> None:
+        """:meth:`launch` of several views, in as few launches as it takes."""
+
+    def again(self, view: LaneView) -> Callable[[int, int], bool] | None:
+        """A launch for tensors like this one: addresses of lanes and output in, False where it does not fit them."""
 
     def adds(self, view: LaneView) -> bool:
         """Whether :meth:`launch` adds into ``out``, which must then hold zeros."""
@@ -33,6 +43,12 @@ class _Cuda:
 
         self._launcher = digest_cuda.launcher(device)
         self.launch = self._launcher.launch_one
+        self.again = self._launcher.again
+        self._most = digest_cuda.ENTRIES
+
+    def launch_all(self, targets: Sequence[Target]) -> None:
+        for at in range(0, len(targets), self._most):
+            self._launcher.launch(targets[at : at + self._most])
 
     def adds(self, view: LaneView) -> bool:  # noqa: ARG002
         return False
@@ -52,6 +68,13 @@ class _Triton:
 
     def launch(self, view: LaneView, out: int, dest: int) -> None:
         self._module.digest_into(view, out, dest)
+
+    def launch_all(self, targets: Sequence[Target]) -> None:
+        for target in targets:
+            self.launch(target.view, target.out, target.dest)
+
+    def again(self, view: LaneView) -> Callable[[int, int], bool] | None:  # noqa: ARG002
+        return None
 
     def adds(self, view: LaneView) -> bool:
         return bool(self._module.needs_zeros(view))

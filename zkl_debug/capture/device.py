@@ -8,6 +8,7 @@ to page-locked memory, and a chunk is used again only after its copy was seen to
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,8 +26,24 @@ from zkl_debug.lanes import lane_view
 CHUNK_ROWS = 1 << 20
 
 
+#: A launch for tensors of one kind: the tensor, where its digests go and from which row on; False where it cannot.
+Again = Callable[[torch.Tensor, torch.Tensor, int], bool]
+
+
 class Kernels:
-    """What the probe asks of a device; the one implementation runs the GPU's digest kernel, tests put in their own."""
+    """What the probe asks of a device; the one implementation runs the GPU's digest kernel, tests put in their own.
+
+    Between :meth:`hold` and :meth:`release` no kernel of the program is issued: the digests asked for in between go out
+    in one launch, which reads what a launch for each would have read. Those that are released aside go to a stream of
+    their own, beside what the program does next, which must not write to what they read; :meth:`join` has the program
+    wait for them, and so does every further hold.
+    """
+
+    def __init__(self) -> None:
+        self._holds = 0
+        self._held: list[Any] = []
+        self._aside: list[Any] = []  # what runs beside the program; keeps memory from being given away
+        self._beside: dict[torch.device, torch.cuda.Stream] = {}
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether digests of this tensor are computed on its device."""
@@ -62,6 +79,43 @@ class Kernels:
         """A contiguous copy of a tensor; made anew at each replay when it is issued while a graph is recorded."""
         return tensor.clone(memory_format=torch.contiguous_format)
 
+    # ---- digests --------------------------------------------------------------------------------------------------
+    def hold(self) -> None:
+        """Collect digests until :meth:`release`."""
+        self._holds += 1
+        if self._aside:
+            self.join()
+
+    def release(self, aside: bool = False) -> bool:
+        """Issue what was collected since the first :meth:`hold`; whether there was anything.
+
+        Args:
+            aside: beside the program, which reads but does not write these tensors until :meth:`join`.
+        """
+        self._holds -= 1
+        if self._holds or not self._held:
+            return False
+        held, self._held = self._held, []
+        if aside:
+            self._aside.extend(held)
+            self.issue_aside(held)
+        else:
+            self.issue(held)
+        return True
+
+    def join(self) -> None:
+        """What the program issues from here on comes behind every digest that was issued aside."""
+        if self._aside:
+            self.await_aside()
+            self._aside.clear()
+
+    def settle(self) -> None:
+        """Issue what was collected so far, and join."""
+        self.join()
+        held, self._held = self._held, []
+        if held:
+            self.issue(held)
+
     def digest(
         self, tensor: torch.Tensor, rows: int, out: torch.Tensor, start: int, dest: torch.Tensor | None, *, clear: bool
     ) -> bool:
@@ -75,14 +129,72 @@ class Kernels:
             dest: int64 [rows], -1 to drop a row; None when in order.
             clear: ``out`` may hold something: set it to zero first where the kernel adds.
         """
+        made = self.job(tensor, rows, out, start, dest, clear=clear)
+        if made is None:
+            return False
+        if self._holds:
+            self._held.append(made)
+        else:
+            self.issue([made])
+        return True
+
+    def job(
+        self, tensor: torch.Tensor, rows: int, out: torch.Tensor, start: int, dest: torch.Tensor | None, *, clear: bool
+    ) -> Any:
+        """What :meth:`issue` takes, for the arguments of :meth:`digest`; keeps the tensors alive. None if it cannot."""
         kernel = gpu_digest(tensor.device)
         view = lane_view(tensor, rows)
         if kernel is None or view is None:
-            return False
+            return None
         if clear and kernel.adds(view):
             out[start : start + rows].zero_()
-        kernel.launch(view, out.data_ptr() + 16 * start, 0 if dest is None else dest.data_ptr())
-        return True
+        return kernel, view, out.data_ptr() + 16 * start, dest
+
+    def issue(self, jobs: list[Any]) -> None:
+        """Issue digests on the current stream, all in one launch where the device can."""
+        if len(jobs) == 1:
+            kernel, view, out, dest = jobs[0]
+            kernel.launch(view, out, 0 if dest is None else dest.data_ptr())
+            return
+        from zkl_debug.digest_cuda import Target
+
+        for _, group in itertools.groupby(jobs, key=lambda job: id(job[0])):
+            several = list(group)
+            targets = [Target(v, out, 0 if dest is None else dest.data_ptr()) for _, v, out, dest in several]
+            several[0][0].launch_all(targets)
+
+    def issue_aside(self, jobs: list[Any]) -> None:
+        """:meth:`issue` on a stream of its own, behind what the program has issued."""
+        device = jobs[0][1].owner.device
+        if device not in self._beside:
+            self._beside[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._beside[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            self.issue(jobs)
+
+    def await_aside(self) -> None:
+        """Have the current stream wait for the one of :meth:`issue_aside`."""
+        device = self._aside[0][1].owner.device
+        torch.cuda.current_stream(device).wait_stream(self._beside[device])
+
+    def again(self, tensor: torch.Tensor, rows: int) -> Again | None:
+        """:meth:`digest` for further tensors that begin with rows like these, with all worked out that can be.
+
+        Args:
+            tensor: contiguous, [rows, ...]; a tensor given later may go on behind them.
+            rows: how many.
+        """
+        kernel = gpu_digest(tensor.device)
+        view = lane_view(tensor, rows)
+        launch = kernel.again(view) if kernel is not None and view is not None else None
+        if launch is None:
+            return None
+
+        def issue(like: torch.Tensor, out: torch.Tensor, start: int) -> bool:
+            return launch(like.data_ptr(), out.data_ptr() + 16 * start)
+
+        return issue
 
 
 @dataclass
@@ -92,6 +204,9 @@ class Chunk:
     device: torch.Tensor
     host: torch.Tensor
     used: int = 0
+
+    def __post_init__(self) -> None:
+        self.words = self.device.view(-1).view(torch.int32)
 
     @property
     def room(self) -> int:
@@ -178,11 +293,11 @@ class DeviceFrame:
         kept = _picked(tensor, view.take) if payload else None
         return Pending(len(self.chunks) - 1, start, n, None, kept)
 
-    def launch_rows(self, tensor: torch.Tensor, rows: int) -> Pending | None:
-        """Issue the digests of all rows of a tensor, in order; None when the device has no kernel for it."""
+    def launch_again(self, tensor: torch.Tensor, rows: int, again: Again) -> Pending | None:
+        """Issue the digests of the first ``rows`` rows of a tensor by a launch that was worked out for its kind."""
         chunk = self.reserve(rows, tensor.device)
         start = chunk.used
-        if not self.kernels.digest(tensor, rows, chunk.device, start, None, clear=False):
+        if not again(tensor, chunk.device, start):
             return None
         chunk.used = start + rows
         return Pending(len(self.chunks) - 1, start, rows)
@@ -191,6 +306,7 @@ class DeviceFrame:
         """The last chunk if ``rows`` digests fit, or a new one; a full one is copied out while the program goes on."""
         if not self.chunks or self.chunks[-1].room < rows or self.chunks[-1].device.device != device:
             if self.chunks:
+                self.kernels.settle()
                 self._copy(self.chunks[-1])
             self.chunks.append(self.pool.take(device, rows))
         return self.chunks[-1]
@@ -201,6 +317,13 @@ class DeviceFrame:
         chunk = self.reserve(rows, slots.device)
         start, chunk.used = chunk.used, chunk.used + rows
         chunk.device[start : chunk.used].copy_(slots)
+        return Pending(len(self.chunks) - 1, start, rows)
+
+    def fetch_words(self, words: list[torch.Tensor], rows: int) -> Pending:
+        """Issue the copy of int32 tensors [k], one behind the other, to the host: ``rows`` digests' worth of bytes."""
+        chunk = self.reserve(rows, words[0].device)
+        start, chunk.used = chunk.used, chunk.used + rows
+        torch.cat(words, out=chunk.words[4 * start : 4 * chunk.used])
         return Pending(len(self.chunks) - 1, start, rows)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -214,6 +337,7 @@ class DeviceFrame:
     def copy_out(self) -> None:
         """Issue the copies that were not issued yet; :meth:`arrays` waits for them and for all work before them."""
         if self.chunks:
+            self.kernels.settle()
             self._copy(self.chunks[-1])
         elif self.device is not None:
             self._on_side_stream(self.device, lambda: None)

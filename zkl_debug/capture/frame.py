@@ -54,6 +54,7 @@ class OpenFrame:
         scratch: what an adapter keeps for the length of the frame.
         device: what is on the device, if anything is.
         plans, replayed: graphs that were replayed in it and not yet read out, in order and as a set.
+        replayed_names: names of the sites of graphs that were read out.
         deferred: sites made when the frame is filed.
         event_seq: number of the last event before its end.
     """
@@ -69,6 +70,7 @@ class OpenFrame:
     device: DeviceFrame | None = None
     plans: list[Plan] = field(default_factory=list)
     replayed: set[Plan] = field(default_factory=set)
+    replayed_names: list[frozenset[str]] = field(default_factory=list)
     deferred: list[Deferred] = field(default_factory=list)
     twins: OrderedDict[Key, Reading] = field(default_factory=OrderedDict)
     pairs: list[tuple[str, str, Pending, Pending]] = field(default_factory=list)

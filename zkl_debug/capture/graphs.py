@@ -72,7 +72,7 @@ class Reading:
 
     Attributes:
         sites: in execution order.
-        ranges: runs of adjacent memory (arena, start, stop) that are copied at once.
+        ranges: runs of adjacent memory that are copied at once, each int64 [n, 2].
         places: of each site, the index of its range and its offset within.
         names: names of the sites.
         rows: numbers of rows that occur.
@@ -80,7 +80,7 @@ class Reading:
     """
 
     sites: tuple[GraphSite, ...]
-    ranges: tuple[tuple[torch.Tensor, int, int], ...]
+    ranges: tuple[torch.Tensor, ...]
     places: tuple[tuple[int, int], ...]
     names: frozenset[str]
     rows: set[int]
@@ -106,7 +106,8 @@ class Reading:
             places.append((where, site.start - ranges[where][1]))
         names = frozenset(site.name for site in sites)
         payload = any(site.payload is not None for site in sites)
-        return cls(sites, tuple(ranges), tuple(places), names, {s.rows for s in sites}, payload, tuple(plans))
+        slots = tuple(arena[start:stop] for arena, start, stop in ranges)
+        return cls(sites, slots, tuple(places), names, {s.rows for s in sites}, payload, tuple(plans))
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,11 @@ class GraphWatch:
         plan.fresh[same] = plan.sites[-1]
         plan.moment = self.kernels.moment()
 
+    def issued(self) -> None:
+        """Digests that were held are in the recording now: what comes behind them is news, they are not."""
+        if self.recording is not None:
+            self.recording.moment = self.kernels.moment()
+
     def unreach(self, name: str, reason: str) -> None:
         """A site that cannot be recorded inside a graph."""
         self.unreached.setdefault(name, reason)
@@ -308,7 +314,7 @@ class GraphWatch:
             self._readings[key] = Reading.of(plans)
         reading = self._readings[key]
         device = self.session.device_frame(frame)
-        fetched = [device.fetch(arena[start:stop]) for arena, start, stop in reading.ranges]
+        fetched = [device.fetch(slots) for slots in reading.ranges]
         payloads = [None if s.payload is None else s.payload.clone() for s in reading.sites] if reading.payload else []
         if reading.rows != {frame.rows.n_slots}:
             for site in reading.sites:
@@ -316,10 +322,11 @@ class GraphWatch:
                     text = f"recorded for {site.rows} token slots, replayed with {frame.rows.n_slots}"
                     self.unreach(site.name, text)
         metas = None
-        if not reading.names.isdisjoint(frame.seen) or len(reading.names) < len(reading.sites):
+        before = (frame.seen, *frame.replayed_names)
+        if len(reading.names) < len(reading.sites) or not all(reading.names.isdisjoint(names) for names in before):
             metas = [self._renamed(frame, site) for site in reading.sites]
         else:
-            frame.seen.update(dict.fromkeys(reading.names, 1))
+            frame.replayed_names.append(reading.names)
         frame.deferred.append(Replay(reading, fetched, frame.rows.slot, frame.rows.n_slots, metas, payloads))
 
     def _renamed(self, frame: OpenFrame, site: GraphSite) -> SiteMeta:

@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 class Guard:
     """Probe code runs inside it: without gradients and modes of the program, and without harm to it.
 
-    Every site of a forward passes through here, so it costs next to nothing where no mode is active.
+    The program issues nothing meanwhile, so the digests asked for inside go out together, at the end. Every site of a
+    forward passes through here, so it costs next to nothing where no mode is active.
     """
 
-    __slots__ = ("_grad", "_modes", "_session", "_where")
+    __slots__ = ("_aside", "_grad", "_kernels", "_modes", "_session", "_where")
 
-    def __init__(self, session: CaptureSession, where: str) -> None:
-        self._session, self._where = session, where
+    def __init__(self, session: CaptureSession, where: str, aside: bool = False) -> None:
+        self._session, self._where, self._aside = session, where, aside
 
     def __enter__(self) -> None:
+        self._kernels = self._session.kernels
+        self._kernels.hold()
         self._grad = torch.is_grad_enabled()
         if self._grad:
             torch._C._set_grad_enabled(False)
@@ -34,6 +37,10 @@ class Guard:
             self._modes.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> bool:
+        try:
+            self._session.release(self._kernels, self._aside)
+        except Exception as failure:
+            error = error or failure
         if self._modes is not None:
             self._modes.__exit__(None, None, None)
         if self._grad:

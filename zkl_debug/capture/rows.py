@@ -87,12 +87,12 @@ class FrameRows:
         return self.grid[0] * self.grid[1]
 
     @property
-    def dense(self) -> bool:
-        """Whether every token slot is a row, in order."""
-        found = self.cache.get("dense")
+    def leading(self) -> bool:
+        """Whether the rows are the first token slots, in order; what follows is padding."""
+        found = self.cache.get("leading")
         if found is None:
             n = len(self.slot)
-            found = self.cache["dense"] = n == self.n_slots and bool((self.slot == np.arange(n)).all())
+            found = self.cache["leading"] = n > 0 and bool((self.slot == np.arange(n)).all())
         return bool(found)
 
     def frame_record(self, frame: int, event_seq: int, n_rows: int) -> NDArray[np.void]:

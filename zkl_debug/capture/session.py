@@ -24,6 +24,7 @@ from zkl_debug.capture.guard import Guard
 from zkl_debug.capture.labels import LABEL
 from zkl_debug.capture.layout import RowView, dtype_name, flattened, raw_rows, resolve
 from zkl_debug.capture.options import CaptureOptions, FirstRequests
+from zkl_debug.capture.repeats import Repeats
 from zkl_debug.capture.rows import FrameRows
 from zkl_debug.capture.twins import Twins
 from zkl_debug.capture.viewing import ShardOf, digest_view, sharded, with_shard
@@ -71,16 +72,23 @@ class CaptureSession:
         self._next_frame = 0
         self.shard_of: ShardOf | None = None
         self._wanted: dict[str, bool] = {}
-        self._dense: dict[
-            tuple[str, torch.Size, torch.dtype, tuple[int, int]], tuple[SiteMeta, NDArray[np.uint32]]
-        ] = {}
+        self._repeats = Repeats(self)
+        self._noted: set[tuple[int, bool]] = set()
         self._lock = threading.RLock()
         self.path: list[str] = []  # modules being run, outermost first
 
     # ---- failure of the probe -------------------------------------------------------------------------------------
-    def guarded(self, where: str) -> Guard:
-        """Run probe code: an exception disables the probe (or is raised when strict), never the program."""
-        return Guard(self, where)
+    def guarded(self, where: str, aside: bool = False) -> Guard:
+        """Run probe code: an exception disables the probe (or is raised when strict), never the program.
+
+        ``aside``: its digests may run beside what the program does next; see :class:`Kernels`.
+        """
+        return Guard(self, where, aside)
+
+    def release(self, kernels: Kernels, aside: bool = False) -> None:
+        """End a :meth:`~zkl_debug.capture.device.Kernels.hold`."""
+        if kernels.release(aside) and self.graphs is not None:
+            self.graphs.issued()
 
     def fail(self, where: str, error: BaseException) -> None:
         """Disable the probe, remember why and say so on stderr.
@@ -128,7 +136,7 @@ class CaptureSession:
         self._frame = None
         if not self.enabled:
             return
-        (self.seen_eager if frame.rows.graph < 0 else self.seen_graph).update(frame.seen)
+        self._note_sites(frame)
         self.frames_written += 1
         frame.event_seq = self.event_seq
         if frame.device is None and self._drain is None and not self._batch:
@@ -139,6 +147,16 @@ class CaptureSession:
             batch.add(frame)
             if batch.full:
                 self._submit()
+
+    def _note_sites(self, frame: OpenFrame) -> None:
+        """Keep which sites eager frames and graph frames had; those of a graph once, however often it is replayed."""
+        eager = frame.rows.graph < 0
+        seen = self.seen_eager if eager else self.seen_graph
+        seen.update(frame.seen)
+        for names in frame.replayed_names:
+            if (id(names), eager) not in self._noted:
+                self._noted.add((id(names), eager))  # whose id is its own: the watch keeps it
+                seen.update(names)
 
     def _file(self, frame: OpenFrame, parts: list[U64]) -> None:
         """Hand a frame to the writer: on the program's thread, or on that of the drain."""
@@ -234,7 +252,7 @@ class CaptureSession:
         if not self.wants(name):
             return False
         recording = self.recording
-        if not recording and self._record_again(frame, name, tensor):
+        if not recording and self._repeats.record(frame, name, tensor):
             return True
         if frame.rows.warmup and not recording:
             view = resolve(tensor, frame.rows, layout)
@@ -260,30 +278,8 @@ class CaptureSession:
             self.graphs.record(name, meta, view, self.options.level == "payload")
             return True
         self.record_view(name, view, kind=kind, semantic=semantic, source=tensor)
-        whole = view.take is None and view.shard is None and len(view.row) == frame.rows.n_rows
-        if whole and frame.rows.dense and tensor.is_inference():
-            self._dense[name, tensor.shape, tensor.dtype, frame.rows.grid] = (
-                self.meta_of(name, view, kind, semantic),
-                view.row,
-            )
-        return True
-
-    def _record_again(self, frame: OpenFrame, name: str, tensor: torch.Tensor) -> bool:
-        """The short way of a decode step: a site that was resolved in a step like this one; False for the long way."""
-        rows = frame.rows
-        if rows.warmup or not tensor.is_inference() or self.forcing is not None or self.options.level != "digest":
-            return False
-        known = self._dense.get((name, tensor.shape, tensor.dtype, rows.grid))
-        if known is None or not rows.dense or not tensor.is_contiguous() or not self.kernels.takes(tensor):
-            return False
-        meta, row = known
-        pending = self.device_frame(frame).launch_rows(tensor, len(row))
-        if pending is None:
-            return False
-        filed = self.occurrence(frame, name)
-        if filed != name:
-            meta = self.meta_like(filed, meta)
-        frame.blocks.append(Block(meta, row, pending=pending))
+        if self._repeats.allowed and tensor.is_inference():
+            self._repeats.remember(frame.rows, name, tensor, view, self.meta_of(name, view, kind, semantic))
         return True
 
     def record_view(
@@ -401,7 +397,9 @@ class CaptureSession:
 
     def occurrence(self, frame: OpenFrame, name: str) -> str:
         """The name under which this occurrence of a site in the frame is filed."""
-        count = frame.seen.get(name, 0)
+        count = frame.seen.get(name)
+        if count is None:
+            count = sum(name in names for names in frame.replayed_names)
         frame.seen[name] = count + 1
         if count == 0:
             return name

@@ -44,7 +44,7 @@ RULES: tuple[ModuleRule, ...] = (
     _rule(r".*\.router", semantic="router", choice=True),
     _rule(r".*\.mixer\.norm", tapped=True),
     _rule(r".*(?:layernorm|_norm|\.norm)", semantic="norm"),
-    _rule(r".*\.linear_\w+|output_layer", semantic="linear"),
+    _rule(r".*\.linear_\w+|output_layer", semantic="linear", reads_only=True),
 )
 
 
@@ -135,29 +135,28 @@ class MegatronAdapter:
     def finish(self, capture: Capture) -> None:
         """Nothing is known at the end that was not before."""
 
-    def label_of(self, sampled: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
-        """The token that follows each row of the current step: the prompt's next token, or the one just sampled.
+    def following(self, requests: list[int], owner: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+        """The prompt token behind each row of the current step, or -1 where it is yet to be sampled.
 
         Args:
-            sampled: new token of each active request, in request order, shape [n_requests].
+            requests: requests of the step.
+            owner: of each row, the index of its request, shape [n].
 
         Returns:
-            Labels, one per valid token slot of the step, shape [n].
+            Tokens, one per valid token slot of the step, int64 [n].
         """
         step = self.step_requests
         assert step is not None
-        order = list(dict.fromkeys(step.request.tolist()))
-        new = {rid: int(sampled[i]) for i, rid in enumerate(order) if i < len(sampled)}
-        labels = np.full(len(step.request), -1, np.int64)
-        for rid in order:
-            index = np.flatnonzero(step.request == rid)
-            entry = self.history.requests.get(rid)
-            tokens = np.asarray(entry.tokens if entry is not None else (), np.int64)
-            following = step.position[index] + 1
-            inside = following < len(tokens)
-            labels[index] = new.get(rid, -1)
-            labels[index[inside]] = tokens[following[inside]]
-        return labels
+        entries = [self.history.requests.get(rid) for rid in requests]
+        tokens = [np.asarray(entry.tokens if entry is not None else (), np.int64) for entry in entries]
+        lengths = np.array([len(known) for known in tokens], np.int64)
+        starts = np.cumsum(lengths) - lengths
+        every = np.concatenate(tokens)
+        behind = step.position + 1
+        inside = behind < lengths[owner]
+        found = np.full(len(owner), -1, np.int64)
+        found[inside] = every[(starts[owner] + behind)[inside]]
+        return found
 
 
 def make_adapter(model: Any = None) -> MegatronAdapter:

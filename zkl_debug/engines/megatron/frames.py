@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.rows import FrameRows, late, make_rows, packed_rows, padded_rows, spread_rows, warmup_rows
-from zkl_debug.digest import extend_prefix, prefix_digests
+from zkl_debug.digest import extend_prefix, prefix_digests_of
 from zkl_debug.schema import Phase, RowFlag
 
 if TYPE_CHECKING:
@@ -77,17 +77,19 @@ class DecodeRun:
         """Whether a step is the next of the run."""
         return np.array_equal(request, self.request) and np.array_equal(position, self.position + 1)
 
-    def advance(
-        self, position: NDArray[np.int64], token: NDArray[np.int64]
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-        """Prefix digests and flags of the next step's rows."""
+    def advance(self, position: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Prefix digests of the next step's rows."""
         self.prefix = extend_prefix(self.prefix, token.astype(np.int32), position)
         self.position = position
         self.tokens.append(token)
+        return self.prefix
+
+    def flags_at(self, position: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """Flags of a step's rows."""
         flags = self.flags.copy()
         flags[position >= self.prompt_len] |= np.uint32(RowFlag.GENERATED)
         flags[position == self.prompt_len] |= np.uint32(RowFlag.FIRST_DECODE)
-        return self.prefix, flags
+        return flags
 
     def settle(self) -> None:
         """Give the requests the tokens that were run."""
@@ -164,13 +166,13 @@ def dynamic_step(context: Any, history: EngineHistory) -> tuple[FrameRows, StepR
     if getattr(context, "is_creating_cuda_graphs", False):
         none = np.zeros(0, np.int64)
         return warmup_rows((padded, 1)), StepRequests(none, none, none)
-    slots = context.token_to_request_idx[:n].long()
-    request = context.request_ids[slots].cpu().numpy().astype(np.int64)
-    position = context.token_to_pos_ids[:n].cpu().numpy().astype(np.int64)
-    token = context.token_to_input_ids[:n].cpu().numpy().astype(np.int64)
+    slots = _host(context.token_to_request_idx[:n])
+    request = _host(context.request_ids)[slots]
+    position = _host(context.token_to_pos_ids[:n])
+    token = _host(context.token_to_input_ids[:n])
     graph = padded if context.using_cuda_graph_this_step() else -1
     decode_end = int(context.paused_request_count) + int(context.num_decode_requests)
-    is_decode = slots.cpu().numpy() < decode_end
+    is_decode = slots < decode_end
     if n and is_decode.all() and history.decoding(request, position):
         assert history.run is not None
         frame = _decode_frame(history.run, history.step, position, token, (padded, 1), graph)
@@ -179,16 +181,16 @@ def dynamic_step(context: Any, history: EngineHistory) -> tuple[FrameRows, StepR
     known, history.run = history.requests, None
     prefix = np.zeros((n, 2), np.uint64)
     flags = np.zeros(n, np.uint32)
-    keyed = np.ones(n, bool)
-    for rid in dict.fromkeys(request.tolist()):
-        index = np.flatnonzero(request == rid)
+    keyed = np.zeros(n, bool)
+    found = []
+    for rid, index in _by_request(request):
         entry = known.get(rid)
-        if entry is None:
-            keyed[index] = False
-            continue
-        keyed[index] = _key_request(entry, index, position, token, is_decode, prefix, flags)
+        if entry is not None and _take_tokens(entry, position[index], token[index]):
+            keyed[index] = True
+            found.append((entry, index))
+    _key_requests(found, position, is_decode, prefix, flags)
     rows_at = np.flatnonzero(keyed)
-    rows = make_rows(request[rows_at], position[rows_at], token[rows_at], prefix[rows_at], flags[rows_at])
+    rows = late(lambda: make_rows(request[rows_at], position[rows_at], token[rows_at], prefix[rows_at], flags[rows_at]))
     phases = set(np.where(is_decode, int(Phase.DECODE), int(Phase.PREFILL)).tolist())
     phase = Phase(phases.pop()) if len(phases) == 1 else Phase.MIXED
     counts = np.unique(request, return_counts=True)[1] if n else np.zeros(0, np.int64)
@@ -217,12 +219,12 @@ def _decode_frame(
     graph: int,
 ) -> FrameRows:
     """A step in which every request runs one token."""
-    prefix, flags = run.advance(position, token)
+    prefix = run.advance(position, token)
     request = run.request
     every = _arange(len(position))
-    return FrameRows(
+    frame = FrameRows(
         grid=grid,
-        rows=late(lambda: make_rows(request, position, token, prefix, flags)),
+        rows=late(lambda: make_rows(request, position, token, prefix, run.flags_at(position))),
         slot=every,
         phase=Phase.DECODE,
         n_seqs=len(position),
@@ -231,6 +233,13 @@ def _decode_frame(
         micro_batch=step,
         graph=graph,
     )
+    frame.cache["leading"] = True
+    return frame
+
+
+def _host(tensor: torch.Tensor) -> NDArray[np.int64]:
+    """A copy on the host: the engine writes the next step over what it keeps there."""
+    return tensor.cpu().numpy().astype(np.int64)
 
 
 @functools.lru_cache(maxsize=256)
@@ -239,39 +248,68 @@ def _arange(n: int) -> NDArray[np.int64]:
     return np.arange(n, dtype=np.int64)
 
 
-def _key_request(
-    entry: RequestTokens,
-    index: NDArray[np.int64],
+def _by_request(request: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
+    """Requests of a step and where their rows are, in the order of their first row."""
+    if not len(request):
+        return []
+    order = np.argsort(request, kind="stable")
+    ends = np.flatnonzero(np.diff(request[order])) + 1
+    parts = np.split(order, ends)
+    parts.sort(key=lambda index: int(index[0]))
+    return [(int(request[index[0]]), index) for index in parts]
+
+
+def _take_tokens(entry: RequestTokens, position: NDArray[np.int64], token: NDArray[np.int64]) -> bool:
+    """Add a request's rows of a step to its tokens; False when its tokens before these rows are unknown."""
+    first, count, values = int(position[0]), len(position), token.tolist()
+    if first <= len(entry.tokens) and np.array_equal(position, np.arange(first, first + count)):
+        if entry.tokens[first : first + count] != values:
+            _overwrite(entry.tokens, first, values)
+    else:
+        for place, value in zip(position.tolist(), values, strict=True):
+            if place > len(entry.tokens):
+                return False
+            _overwrite(entry.tokens, place, [value])
+    if not entry.started:
+        entry.started = True
+        entry.cached = first
+    return True
+
+
+def _overwrite(tokens: list[int], first: int, values: list[int]) -> None:
+    """Put tokens in place; where the first of them is another than before, all behind it are no longer known."""
+    for place, value in enumerate(values, first):
+        if place == len(tokens):
+            tokens.append(value)
+        elif tokens[place] != value:
+            tokens[place:] = [value]
+
+
+def _key_requests(
+    found: list[tuple[RequestTokens, NDArray[np.int64]]],
     position: NDArray[np.int64],
-    token: NDArray[np.int64],
     is_decode: NDArray[np.bool_],
     prefix: NDArray[np.uint64],
     flags: NDArray[np.uint32],
-) -> bool:
-    """Fill prefix and flags of one request's rows; False when its tokens before these rows are unknown."""
-    for place, value in zip(position[index].tolist(), token[index].tolist(), strict=True):
-        if place > len(entry.tokens):
-            return False
-        if place == len(entry.tokens):
-            entry.tokens.append(value)
-        elif entry.tokens[place] != value:
-            entry.tokens[place:] = [value]
-    if not entry.started:
-        entry.started = True
-        entry.cached = int(position[index[0]])
-    known = prefix_digests(np.asarray(entry.tokens, np.int32))
-    entry.last, entry.covered = known[-1], len(known)
-    at = position[index]
-    prefix[index] = known[at]
-    bits = np.where(is_decode[index], int(Phase.DECODE), int(Phase.PREFILL)).astype(np.uint32)
-    bits |= np.where(at >= entry.prompt_len, np.uint32(RowFlag.GENERATED), np.uint32(0))
-    bits |= np.where(is_decode[index] & (at == entry.prompt_len), np.uint32(RowFlag.FIRST_DECODE), np.uint32(0))
-    if entry.cached:
-        bits |= np.uint32(RowFlag.AFTER_CACHE_HIT)
-    if not is_decode[index[-1]] and int(at[-1]) + 1 < entry.prompt_len:
-        bits[-1] |= np.uint32(RowFlag.CHUNK_EDGE)
-    flags[index] = bits
-    return True
+) -> None:
+    """Fill prefix and flags of the rows of these requests, all at once: their number is what a step waits for."""
+    if not found:
+        return
+    known = prefix_digests_of([np.asarray(entry.tokens, np.int32) for entry, _ in found])
+    bits = np.where(is_decode, np.uint32(Phase.DECODE), np.uint32(Phase.PREFILL))
+    for (entry, index), digests in zip(found, known, strict=True):
+        entry.last, entry.covered = digests[-1], len(digests)
+        at = position[index]
+        prefix[index] = digests[at]
+        flag = bits[index]
+        if int(at[-1]) >= entry.prompt_len or int(at[0]) >= entry.prompt_len:
+            flag |= np.where(at >= entry.prompt_len, np.uint32(RowFlag.GENERATED), np.uint32(0))
+            flag |= np.where(is_decode[index] & (at == entry.prompt_len), np.uint32(RowFlag.FIRST_DECODE), np.uint32(0))
+        if entry.cached:
+            flag |= np.uint32(RowFlag.AFTER_CACHE_HIT)
+        if not is_decode[index[-1]] and int(at[-1]) + 1 < entry.prompt_len:
+            flag[-1] |= np.uint32(RowFlag.CHUNK_EDGE)
+        flags[index] = flag
 
 
 def scoring_rows(mb: MicroBatch, prompt_lens: Mapping[int, int]) -> FrameRows:

@@ -13,16 +13,15 @@ from numpy.typing import NDArray
 from zkl_debug.capture.device import to_device
 from zkl_debug.capture.labels import make_label_rows, record_late_labels
 from zkl_debug.engines.megatron.frames import scoring_rows
+from zkl_debug.engines.megatron.labels_dynamic import SELECTED, record_decode, record_dynamic
 from zkl_debug.schema import RowFlag
 
 if TYPE_CHECKING:
     from zkl_debug.capture.api import Capture
     from zkl_debug.capture.frame import OpenFrame
     from zkl_debug.engines.megatron.adapter import MegatronAdapter
-    from zkl_debug.engines.megatron.frames import StepRequests
 
 LOG_SOFTMAX = "logprobs/log_softmax"
-SELECTED = "logprobs/selected:out.0"
 
 
 def install(capture: Capture, adapter: MegatronAdapter) -> None:
@@ -83,113 +82,11 @@ def _selected_dynamic(capture: Capture, adapter: MegatronAdapter, function: Call
         step = adapter.step_requests
         if _active(capture) and step is not None:
             with capture.session.guarded(SELECTED):
-                if not _record_decode(capture, step, new_tokens, selected, log_probs):
-                    _record_dynamic(capture, adapter, new_tokens, selected, log_probs)
+                if not record_decode(capture, step, new_tokens, selected, log_probs):
+                    record_dynamic(capture, adapter, new_tokens, selected, log_probs)
         return selected, log_probs
 
     return tapped
-
-
-def _record_decode(
-    capture: Capture, step: StepRequests, new_tokens: torch.Tensor, selected: torch.Tensor, log_probs: torch.Tensor
-) -> bool:
-    """Label rows of a step that ran the last token of every request: each is scored against the token just sampled.
-
-    All of it on the device, without waiting for it; False where it must go the long way.
-    """
-    ends, n = step.prompt_len, len(step.request)
-    if (
-        ends is None
-        or not selected.shape[0] == new_tokens.shape[0] == n
-        or not capture.session.late(selected, new_tokens)
-    ):
-        return False
-    sampled = new_tokens.detach().to(torch.int64)
-    value = selected.detach().float()
-    table = log_probs.detach()
-    inside = sampled.clamp(0, table.shape[-1] - 1)
-    found = table[:n].gather(1, inside[:, None]).squeeze(1).float()
-    matches = (found.view(torch.int32) == value.view(torch.int32)) & (sampled >= 0)
-    used = torch.where(matches, sampled, -1)
-    both = capture.session.to_host(torch.stack([used, sampled]))
-    made = step.position + 1 >= ends
-    flags = np.where(made, np.uint32(RowFlag.GENERATED), np.uint32(0))
-
-    def intended(_rows: NDArray[np.void]) -> tuple[NDArray[np.integer], NDArray[Any]]:
-        return both[1].numpy(), flags
-
-    return record_late_labels(capture.session, SELECTED, step.keyed, used, selected.detach(), intended, both[0])
-
-
-def _record_dynamic(
-    capture: Capture,
-    adapter: MegatronAdapter,
-    new_tokens: torch.Tensor,
-    selected: torch.Tensor,
-    log_probs: torch.Tensor,
-) -> None:
-    """Label rows of a step. Which label was used is read off the values: the one whose log-prob was returned."""
-    step = adapter.step_requests
-    frame = capture.session.frame
-    assert step is not None
-    assert frame is not None
-    sampled = new_tokens.detach().cpu().numpy().astype(np.int64)
-    intended = adapter.label_of(sampled)
-    requests, request_index = _by_request(step.request)
-    position_of = np.arange(len(step.request))
-    n_selected = int(selected.shape[0])
-    if n_selected == len(requests) and n_selected != len(step.request):
-        # Only the last row of each request was scored.
-        position_of = np.zeros(len(requests), np.int64)
-        position_of[request_index] = np.arange(len(step.request))  # the last row that is written stays
-    elif n_selected < len(step.request):
-        capture.session.not_rows.setdefault(SELECTED, f"{n_selected} log-probs for {len(step.request)} rows")
-        return
-    labels = intended[position_of]
-    alternative = sampled[np.minimum(request_index[position_of], len(sampled) - 1)]
-    value = selected.detach()[: len(position_of)]
-    table = log_probs.detach()
-    used = _label_used(value, table, labels, alternative)
-    row_of = np.full(len(step.request), -1, np.int64)
-    row_of[step.keyed] = np.arange(len(step.keyed))
-    keep = np.flatnonzero((row_of[position_of] >= 0) & (labels >= 0))
-    if len(keep) == 0:
-        return
-    at = position_of[keep]
-    parents = row_of[at]
-    known = [adapter.history.requests.get(rid) for rid in requests]
-    prompt_lens = np.array([entry.prompt_len if entry is not None else 0 for entry in known], np.int64)
-    made = step.position[at] + 1 >= prompt_lens[request_index[at]]
-    generated = np.where(made, np.uint32(RowFlag.GENERATED), np.uint32(0))
-    rows = make_label_rows(capture.session, parents, labels[keep], generated)
-    index = torch.from_numpy(keep).to(value.device)
-    # The whole table is only wanted by teacher forcing; a plain capture must not copy it.
-    forced = table.index_select(0, index) if capture.session.forcing is not None else None
-    capture.session.record_labels(SELECTED, rows, value.index_select(0, index), torch.from_numpy(used[keep]), forced)
-
-
-def _by_request(request: np.ndarray[Any, Any]) -> tuple[list[int], np.ndarray[Any, Any]]:
-    """Requests of a step in the order of their first row, and of each row the index of its request."""
-    found, first, inverse = np.unique(request, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    rank = np.empty(len(found), np.int64)
-    rank[order] = np.arange(len(found))
-    return found[order].tolist(), rank[inverse]
-
-
-def _label_used(
-    value: torch.Tensor, table: torch.Tensor, intended: np.ndarray[Any, Any], sampled: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
-    """The label each log-prob belongs to: the intended one if its value matches, else the sampled one, else -1."""
-    bits = value.float().contiguous().view(torch.int32).cpu().numpy()
-    rows = np.arange(len(bits))
-    used = np.full(len(bits), -1, np.int64)
-    for candidate in (intended,) if np.array_equal(sampled, intended) else (sampled, intended):
-        ids = np.clip(candidate, 0, table.shape[-1] - 1)
-        at = torch.from_numpy(rows).to(table.device), torch.from_numpy(ids).to(table.device)
-        found = table[at].float().contiguous().view(torch.int32).cpu().numpy()
-        used = np.where((found == bits) & (candidate >= 0), candidate, used)
-    return used.astype(np.int64)
 
 
 # ---- scoring ------------------------------------------------------------------------------------------------------
