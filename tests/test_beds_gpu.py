@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from zkl_debug.beds import gpu
 from zkl_debug.beds.bed import BEDS, BedOptions, bed
 from zkl_debug.beds.gpu import full_requests, gen_config, gpu_ladder, gpu_switches, lacking
 from zkl_debug.beds.oracle import bed_space, bed_switches
@@ -85,6 +90,19 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         BedOptions(bed="gpt-te", dtype="fp32")
     with pytest.raises(UsageError, match="size 'huge'"):
         BedOptions(bed="gpt-te", size="huge")
+
+
+def test_a_bed_takes_back_which_attention_was_chosen_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core sets the variables while it builds a model, and refuses the next model if they do not suit it."""
+    choice: dict[str, Any] = {"backend_selection_requires_update": False}
+    monkeypatch.setitem(sys.modules, gpu._TE_ATTENTION, SimpleNamespace(_attention_backends=choice))
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+    with gpu._attention_choice():
+        os.environ.update({"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"})
+    assert os.environ["NVTE_FLASH_ATTN"] == "1"
+    assert "NVTE_FUSED_ATTN" not in os.environ
+    assert choice["backend_selection_requires_update"]
 
 
 @pytest.mark.gpu

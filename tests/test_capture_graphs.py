@@ -89,12 +89,6 @@ class FakeKernels(Kernels):
             return
         self.run(jobs)
 
-    def issue_aside(self, jobs: list[Callable[[], None]]) -> None:
-        """At the latest: when the program waits for them."""
-
-    def await_aside(self) -> None:
-        self.issue(self._aside)
-
     def run(self, jobs: list[Callable[[], None]]) -> None:
         """What one launch does."""
         for job in jobs:
@@ -248,6 +242,45 @@ def test_a_site_is_read_once_only_while_nothing_was_recorded_in_between(tmp_path
     # The two layers write one buffer: out of layer 0 is in of layer 1, read once; out of layer 1 is the same memory.
     assert starts["layers.0:out"] == starts["layers.1:in"]
     assert len({starts["layers.0:in"], starts["layers.0:out"], starts["layers.1:out"]}) == 3
+
+
+def test_sites_of_one_hook_go_out_in_one_launch_and_hold_what_launches_of_their_own_would(tmp_path: Path) -> None:
+    class Counting(FakeKernels):
+        def __init__(self) -> None:
+            super().__init__()
+            self.launches: list[int] = []
+
+        def issue(self, jobs: list[Callable[[], None]]) -> None:
+            self.launches.append(len(jobs))
+            super().issue(jobs)
+
+    model = Model()
+    with Capture(model, tmp_path / "c", "gen") as capture:
+        session = capture.session
+        session.kernels = kernels = Counting()
+        capture.next_rows(_rows([1, 2, 3, 4], -1))
+        model(torch.tensor([[1, 2, 3, 4]]))
+        kernels.launches.clear()
+        x = torch.arange(4.0 * WIDTH).view(4, 1, WIDTH)
+        want = digest_array(x[:, 0].numpy())
+        with session.guarded("outer"):
+            session.record("a:in.0", x)
+            with session.guarded("inner"):
+                session.record("b:in.0", x + 1)
+            assert kernels.launches == []
+            session.record("c:in.0", x + 2)
+        assert kernels.launches == [3]
+        session.record("d:in.0", x + 3)
+        assert kernels.launches == [3, 1]
+        # Outside a hook the program writes on: what was asked for has been read.
+        with session.guarded("e"):
+            session.record("e:in.0", x)
+        x.zero_()
+        session.flush()
+    found = _digests(tmp_path / "c")
+    assert np.array_equal(found["a:in.0"], want)
+    assert np.array_equal(found["e:in.0"], want)
+    assert len({found[f"{name}:in.0"].tobytes() for name in "abcd"}) == 4
 
 
 def test_two_replays_in_one_frame_are_two_occurrences(tmp_path: Path) -> None:

@@ -112,26 +112,25 @@ class Launcher:
         )  # fmt: skip
         self._issue(self._functions[few, wide, False], blocks, arguments)
 
-    def again(self, view: LaneView) -> Callable[[int, int], bool] | None:
-        """A launch for tensors like this one, with all but two addresses worked out; None for many rows.
+    def again(self, view: LaneView) -> Callable[[int, int], bool]:
+        """A launch for tensors like this one, with all but two addresses worked out.
 
         The function takes the addresses of the first lane and of the output, and issues the launch on the current
         stream; False where the address does not allow the reads it was made for. Not to be called by two threads.
         """
         rows, lanes, stride, inner, apart = view.rows, view.lanes, view.stride, view.inner, view.group_stride
-        if rows >= _MANY_FROM_ROWS:
-            return None
+        few = rows < _MANY_FROM_ROWS
         self.weights(lanes)
         if not 0 < inner < lanes:
             inner, apart = lanes, 0
         wide = not (view.address & 15 or (stride | lanes | inner | apart) & 3)
-        shift, blocks = _shape(rows, lanes, True)
+        shift, blocks = _shape(rows, lanes, few)
         buffer = ctypes.create_string_buffer(_SINGLE.size)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         _SINGLE.pack_into(
-            buffer, 0, self._table, self._lanes, 1, 0, 0, 0, 0, stride, rows, lanes, inner, apart, 0, shift, 0, 0
+            buffer, 0, self._table, self._lanes, 1, 0, 0, 0, 0, stride, rows, lanes, inner, apart, 0, shift, 0, not few
         )
-        function, issue, at = self._functions[True, wide, False], self._issue, _HEADER.size
+        function, issue, at = self._functions[few, wide, False], self._issue, _HEADER.size
         mask = 15 if wide else 3
         put = _ENDS.pack_into
 

@@ -5,6 +5,8 @@ What such a bed lacks on a machine is said before anything is built; the same co
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -44,6 +46,8 @@ _REST = ("fused-log-softmax", "chunk-edge-labels", "graph-buckets-64")
 _AVOID = ("no-chunked-prefill", "no-prefix-caching", "no-cuda-graphs", "max-requests-64")
 #: Starving a workspace is another way to what the batch-invariant GEMM does; not part of ``--stack on`` either.
 _ALTERNATIVES = ("te-gemm-workspace", "cublas-workspace", "cublaslt-workspace")
+_CHOICE = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+_TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 
 
 def gpu_ladder(known: Bed, *, graphs: bool) -> tuple[Switch, ...]:
@@ -117,11 +121,29 @@ def open_gpu_bed(options: BedOptions, known: Bed) -> Iterator[BedContext]:
     fields: dict[str, Any] = {**known.model, **known.sizes[options.size], "cuda_graphs": options.graphs}
     spec = gpu.GpuSpec(kind=known.engine, **fields)
     with ExitStack() as stack:
+        stack.enter_context(_attention_choice())
         stack.enter_context(applied(switches))  # before CUDA starts: it reads its variables once
         stack.enter_context(world.world(inference_rng=options.graphs))
         built = gpu.build_gpu_model(spec, options.seed)
         generator = generation.DynamicGenerator(built, gen_config(options, spec.max_length))
         yield BedContext(options, known, spec, built, generator, switches, FAULTS["Z0"])
+
+
+@contextmanager
+def _attention_choice() -> Iterator[None]:
+    """megatron-core sets these by the model's attention backend, and refuses a model that would set them otherwise."""
+    before = {name: os.environ.get(name) for name in _CHOICE}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        transformer_engine = sys.modules.get(_TE_ATTENTION)
+        if transformer_engine is not None:  # it remembers which it chose
+            transformer_engine._attention_backends["backend_selection_requires_update"] = True
 
 
 def gen_config(options: BedOptions, max_length: int) -> GenConfig:

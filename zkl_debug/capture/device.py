@@ -34,16 +34,12 @@ class Kernels:
     """What the probe asks of a device; the one implementation runs the GPU's digest kernel, tests put in their own.
 
     Between :meth:`hold` and :meth:`release` no kernel of the program is issued: the digests asked for in between go out
-    in one launch, which reads what a launch for each would have read. Those that are released aside go to a stream of
-    their own, beside what the program does next, which must not write to what they read; :meth:`join` has the program
-    wait for them, and so does every further hold.
+    in one launch, which reads what a launch for each would have read.
     """
 
     def __init__(self) -> None:
         self._holds = 0
         self._held: list[Any] = []
-        self._aside: list[Any] = []  # what runs beside the program; keeps memory from being given away
-        self._beside: dict[torch.device, torch.cuda.Stream] = {}
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether digests of this tensor are computed on its device."""
@@ -83,38 +79,19 @@ class Kernels:
     def hold(self) -> None:
         """Collect digests until :meth:`release`."""
         self._holds += 1
-        if self._aside:
-            self.join()
 
-    def release(self, aside: bool = False) -> bool:
-        """Issue what was collected since the first :meth:`hold`; whether there was anything.
-
-        Args:
-            aside: beside the program, which reads but does not write these tensors until :meth:`join`.
-        """
+    def release(self) -> bool:
+        """Issue what was collected since the first :meth:`hold`; whether there was anything."""
         self._holds -= 1
-        if self._holds or not self._held:
+        return not self._holds and self.settle()
+
+    def settle(self) -> bool:
+        """Issue what was collected so far; whether there was anything."""
+        if not self._held:
             return False
         held, self._held = self._held, []
-        if aside:
-            self._aside.extend(held)
-            self.issue_aside(held)
-        else:
-            self.issue(held)
+        self.issue(held)
         return True
-
-    def join(self) -> None:
-        """What the program issues from here on comes behind every digest that was issued aside."""
-        if self._aside:
-            self.await_aside()
-            self._aside.clear()
-
-    def settle(self) -> None:
-        """Issue what was collected so far, and join."""
-        self.join()
-        held, self._held = self._held, []
-        if held:
-            self.issue(held)
 
     def digest(
         self, tensor: torch.Tensor, rows: int, out: torch.Tensor, start: int, dest: torch.Tensor | None, *, clear: bool
@@ -162,21 +139,6 @@ class Kernels:
             several = list(group)
             targets = [Target(v, out, 0 if dest is None else dest.data_ptr()) for _, v, out, dest in several]
             several[0][0].launch_all(targets)
-
-    def issue_aside(self, jobs: list[Any]) -> None:
-        """:meth:`issue` on a stream of its own, behind what the program has issued."""
-        device = jobs[0][1].owner.device
-        if device not in self._beside:
-            self._beside[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._beside[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            self.issue(jobs)
-
-    def await_aside(self) -> None:
-        """Have the current stream wait for the one of :meth:`issue_aside`."""
-        device = self._aside[0][1].owner.device
-        torch.cuda.current_stream(device).wait_stream(self._beside[device])
 
     def again(self, tensor: torch.Tensor, rows: int) -> Again | None:
         """:meth:`digest` for further tensors that begin with rows like these, with all worked out that can be.

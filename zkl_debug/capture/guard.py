@@ -20,10 +20,10 @@ class Guard:
     forward passes through here, so it costs next to nothing where no mode is active.
     """
 
-    __slots__ = ("_aside", "_grad", "_kernels", "_modes", "_session", "_where")
+    __slots__ = ("_grad", "_kernels", "_modes", "_session", "_where")
 
-    def __init__(self, session: CaptureSession, where: str, aside: bool = False) -> None:
-        self._session, self._where, self._aside = session, where, aside
+    def __init__(self, session: CaptureSession, where: str) -> None:
+        self._session, self._where = session, where
 
     def __enter__(self) -> None:
         self._kernels = self._session.kernels
@@ -38,7 +38,7 @@ class Guard:
 
     def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> bool:
         try:
-            self._session.release(self._kernels, self._aside)
+            self._session.release(self._kernels)
         except Exception as failure:
             error = error or failure
         if self._modes is not None:

@@ -33,7 +33,6 @@ class ModuleRule:
         flatten: store rows as one dimension.
         tapped: record nothing here: taps see all of it.
         inputs: record input ports (off where one side passes its input in a holder that hooks must not open).
-        reads_only: what the module runs does not write to its input, so digests of it may run beside it.
         outputs: record only the first so many tensors of the output; 0 for all.
         choice: the output is a router's choice, told as weights and a map over the experts, or as weights and ids.
         expert_rows: the tensors are ordered by the expert permutation: ``all`` or ``one`` expert's.
@@ -48,7 +47,6 @@ class ModuleRule:
     choice: bool = False
     tapped: bool = False
     inputs: bool = True
-    reads_only: bool = False
     outputs: int = 0
 
 
@@ -102,7 +100,6 @@ class ModuleHooks:
     def _pre(self, path: str, rule: ModuleRule | None) -> Any:
         session, name = self.session, f"{path}:in"
         unread = rule is not None and (rule.tapped or not rule.inputs)
-        aside = rule is not None and rule.reads_only
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
             if not session.enabled:
@@ -110,7 +107,7 @@ class ModuleHooks:
             session.path.append(path)
             if unread or session.frame is None:
                 return
-            with session.guarded(name, aside):
+            with session.guarded(name):
                 for index, tensor in enumerate(_inputs(args, kwargs)):
                     self._record(name if index == 0 else f"{name}.{index}", tensor, rule)
 
@@ -119,11 +116,8 @@ class ModuleHooks:
     def _post(self, path: str, rule: ModuleRule | None) -> Any:
         session, name = self.session, f"{path}:out"
         unread = rule is not None and rule.tapped
-        aside = rule is not None and rule.reads_only
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
-            if aside:
-                session.kernels.join()
             if not session.enabled:
                 return
             while session.path and session.path.pop() != path:

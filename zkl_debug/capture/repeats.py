@@ -1,7 +1,7 @@
-"""Decode steps: thousands of forwards that are alike, each so short that working out what a site takes would be felt.
+"""Steps of an engine: forwards so short, and with so many sites alike, that working each site out would be felt.
 
-What a site takes is worked out in the first step and used again as long as steps are alike in everything it rests on:
-shape, type and place of the tensor, token slots and rows of the step.
+What a kind of tensor takes is worked out when it is seen first: for the next layer of the same step, and for every step
+with the same token slots and rows.
 """
 
 from __future__ import annotations
@@ -15,90 +15,96 @@ from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Again
 from zkl_debug.capture.frame import Block, OpenFrame
-from zkl_debug.capture.layout import RowView
+from zkl_debug.capture.layout import RowView, dtype_name
 from zkl_debug.capture.rows import FrameRows
-from zkl_debug.schema import SiteMeta
+from zkl_debug.schema import SiteKind
 
 if TYPE_CHECKING:
     from zkl_debug.capture.session import CaptureSession
 
+#: Shape, strides and type of a tensor, its device, how it is read; token slots and rows of the frame.
+Key = tuple[torch.Size, tuple[int, ...], torch.dtype, int, str, bool, tuple[int, int], int]
+
+_MOST = 4096  # kinds that are kept: every length of a prompt makes new ones
+
 
 @dataclass(frozen=True)
-class KnownSite:
-    """A site, worked out.
+class Worked:
+    """What a kind of tensor takes.
 
     Attributes:
-        shape, dtype, device: of the tensor.
-        grid, n_rows: of the frame, whose rows are the first token slots.
-        meta: the site.
-        again: issues its digests.
-        row: rows of the frame, uint32 [n_rows].
+        dtype: torch's name.
+        row_shape: shape of one row.
+        again: issues the digests.
+        row: rows of the frame, uint32 [n].
     """
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    grid: tuple[int, int]
-    n_rows: int
-    meta: SiteMeta
+    dtype: str
+    row_shape: tuple[int, ...]
     again: Again
     row: NDArray[np.uint32]
 
 
 class Repeats:
-    """The sites of one session that were worked out.
+    """The kinds of tensors of one session that were worked out.
 
-    Only those of inference tensors: others have a version counter, by which one reading may serve several sites.
+    Only inference tensors: others have a version counter, by which one reading may serve several sites.
     """
 
     def __init__(self, session: CaptureSession) -> None:
         self._session = session
-        self._known: dict[str, KnownSite] = {}
+        self._known: dict[Key, Worked] = {}
         #: Whether nothing is done with a site but to digest it.
         self.allowed = session.forcing is None and session.options.level == "digest"
 
-    def record(self, frame: OpenFrame, name: str, tensor: torch.Tensor) -> bool:
+    def record(
+        self,
+        frame: OpenFrame,
+        name: str,
+        tensor: torch.Tensor,
+        kind: SiteKind,
+        semantic: str,
+        layout: str,
+        flatten: bool,
+    ) -> bool:
         """Record a site the short way; False where it must go the long way."""
-        known = self._known.get(name)
-        if known is None:
-            return False
         rows = frame.rows
-        if (
-            tensor.shape != known.shape
-            or tensor.dtype != known.dtype
-            or rows.grid != known.grid
-            or rows.n_rows != known.n_rows
-            or rows.warmup
-            or not rows.leading
-            or not tensor.is_inference()
-            or not tensor.is_contiguous()
-            or tensor.device != known.device
-        ):
-            if not rows.warmup:
-                del self._known[name]  # the steps have changed
+        if not tensor.is_inference() or rows.warmup or not rows.leading:
             return False
-        session = self._session
-        pending = session.device_frame(frame).launch_again(tensor, known.n_rows, known.again)
+        worked = self._known.get(_key(tensor, rows, layout, flatten))
+        if worked is None:
+            return False
+        session, n = self._session, len(worked.row)
+        pending = session.device_frame(frame).launch_again(tensor, n, worked.again)
         if pending is None:
             return False
-        meta = known.meta
+        meta = session.metas.get(name)
+        if meta is None or meta.torch_dtype != worked.dtype or meta.row_shape != worked.row_shape:
+            meta = session.meta_for(name, worked.dtype, worked.row_shape, kind, semantic)
         filed = session.occurrence(frame, name)
         if filed != name:
             meta = session.meta_like(filed, meta)
-        frame.blocks.append(Block(meta, known.row, pending=pending))
+        frame.blocks.append(Block(meta, worked.row, pending=pending))
         return True
 
-    def remember(self, rows: FrameRows, name: str, tensor: torch.Tensor, view: RowView, meta: SiteMeta) -> None:
-        """Work a site out that went the long way, if a step like this one could go the short way."""
-        if not self.allowed or name in self._known or not tensor.is_inference() or not rows.leading:
+    def remember(self, rows: FrameRows, tensor: torch.Tensor, view: RowView, layout: str, flatten: bool) -> None:
+        """Work out a tensor that went the long way, if others like it could go the short way."""
+        if not tensor.is_inference() or not rows.leading or self._session.shard_of is not None:
             return
         n = rows.n_rows
         whole = int(view.tensor.shape[0]) in (n, rows.n_slots) and len(view.row) == n and view.shard is None
         kernels = self._session.kernels
-        if not (whole and tensor.is_contiguous() and kernels.takes(tensor)):
+        if not (whole and view.tensor.data_ptr() == tensor.data_ptr() and kernels.takes(tensor)):
             return
         again = kernels.again(view.tensor[:n].detach(), n)
         if again is not None:
-            self._known[name] = KnownSite(
-                tensor.shape, tensor.dtype, tensor.device, rows.grid, n, meta, again, np.arange(n, dtype=np.uint32)
-            )
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            row = np.arange(n, dtype=np.uint32)
+            worked = Worked(dtype_name(tensor), view.row_shape, again, row)
+            self._known[_key(tensor, rows, layout, flatten)] = worked
+
+
+def _key(tensor: torch.Tensor, rows: FrameRows, layout: str, flatten: bool) -> Key:
+    at = tensor.get_device()
+    return tensor.shape, tensor.stride(), tensor.dtype, at, layout, flatten, rows.grid, rows.n_rows

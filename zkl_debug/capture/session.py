@@ -78,16 +78,13 @@ class CaptureSession:
         self.path: list[str] = []  # modules being run, outermost first
 
     # ---- failure of the probe -------------------------------------------------------------------------------------
-    def guarded(self, where: str, aside: bool = False) -> Guard:
-        """Run probe code: an exception disables the probe (or is raised when strict), never the program.
+    def guarded(self, where: str) -> Guard:
+        """Run probe code: an exception disables the probe (or is raised when strict), never the program."""
+        return Guard(self, where)
 
-        ``aside``: its digests may run beside what the program does next; see :class:`Kernels`.
-        """
-        return Guard(self, where, aside)
-
-    def release(self, kernels: Kernels, aside: bool = False) -> None:
+    def release(self, kernels: Kernels) -> None:
         """End a :meth:`~zkl_debug.capture.device.Kernels.hold`."""
-        if kernels.release(aside) and self.graphs is not None:
+        if kernels.release() and self.graphs is not None:
             self.graphs.issued()
 
     def fail(self, where: str, error: BaseException) -> None:
@@ -252,7 +249,8 @@ class CaptureSession:
         if not self.wants(name):
             return False
         recording = self.recording
-        if not recording and self._repeats.record(frame, name, tensor):
+        short = self._repeats.allowed and not recording
+        if short and self._repeats.record(frame, name, tensor, kind, semantic, layout, flatten):
             return True
         if frame.rows.warmup and not recording:
             view = resolve(tensor, frame.rows, layout)
@@ -278,8 +276,8 @@ class CaptureSession:
             self.graphs.record(name, meta, view, self.options.level == "payload")
             return True
         self.record_view(name, view, kind=kind, semantic=semantic, source=tensor)
-        if self._repeats.allowed and tensor.is_inference():
-            self._repeats.remember(frame.rows, name, tensor, view, self.meta_of(name, view, kind, semantic))
+        if short:
+            self._repeats.remember(frame.rows, tensor, view, layout, flatten)
         return True
 
     def record_view(
@@ -408,19 +406,27 @@ class CaptureSession:
 
     def meta_of(self, name: str, view: RowView, kind: SiteKind, semantic: str) -> SiteMeta:
         """The meta of a site, made when it is seen first."""
+        meta = self.meta_for(name, dtype_name(view.tensor), view.row_shape, kind, semantic, view)
+        return meta if meta is self.metas[name] else with_shard(meta, view)
+
+    def meta_for(
+        self,
+        name: str,
+        dtype: str,
+        row_shape: tuple[int, ...],
+        kind: SiteKind,
+        semantic: str,
+        view: RowView | None = None,
+    ) -> SiteMeta:
+        """The meta of a site whose rows are of this type and shape."""
         known = self.metas.get(name)
-        dtype = dtype_name(view.tensor)
         if known is None:
             site = parse_site(name)
-            known = SiteMeta(
-                name, kind, site.layer, len(self.metas), site.port, dtype, view.row_shape, semantic=semantic
-            )
-            known = with_shard(known, view)
-            self.metas[name] = known
-        elif known.torch_dtype != dtype or known.row_shape != view.row_shape:
+            known = SiteMeta(name, kind, site.layer, len(self.metas), site.port, dtype, row_shape, semantic=semantic)
+            known = self.metas[name] = known if view is None else with_shard(known, view)
+        elif known.torch_dtype != dtype or known.row_shape != row_shape:
             # The writer files it beside the first form and notes it.
-            other = SiteMeta(name, kind, known.layer, known.order, known.port, dtype, view.row_shape, semantic=semantic)
-            return with_shard(other, view)
+            return SiteMeta(name, kind, known.layer, known.order, known.port, dtype, row_shape, semantic=semantic)
         return known
 
     def meta_like(self, name: str, meta: SiteMeta) -> SiteMeta:

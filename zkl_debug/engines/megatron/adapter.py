@@ -44,7 +44,7 @@ RULES: tuple[ModuleRule, ...] = (
     _rule(r".*\.router", semantic="router", choice=True),
     _rule(r".*\.mixer\.norm", tapped=True),
     _rule(r".*(?:layernorm|_norm|\.norm)", semantic="norm"),
-    _rule(r".*\.linear_\w+|output_layer", semantic="linear", reads_only=True),
+    _rule(r".*\.linear_\w+|output_layer", semantic="linear"),
 )
 
 
