@@ -133,3 +133,25 @@ def test_the_local_spec_keeps_a_norm_that_no_override_covers(tmp_path: Path) -> 
     document = diff_captures(tmp_path / "train", tmp_path / "gen").to_json()
     assert document["first"]["site"].endswith("layernorm:out")
     assert document["first"]["kind"] == "own"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_one_launch_for_the_sites_of_a_hook_reads_what_one_for_each_reads(
+    graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over whole runs in which mcore adds residuals and turns queries in place."""
+    from zkl_debug.beds.record import record_bed
+    from zkl_debug.capture.device import Kernels
+    from zkl_debug.diff import diff_captures
+
+    if reason := lacking(bed("gpt-te")):
+        pytest.skip(reason)
+    record_bed(BedOptions(bed="gpt-te", size="small", graphs=graphs), tmp_path / "together")
+    monkeypatch.setattr(Kernels, "hold", lambda _self: None)
+    monkeypatch.setattr(Kernels, "release", lambda _self: False)
+    record_bed(BedOptions(bed="gpt-te", size="small", graphs=graphs), tmp_path / "apart")
+    for side in ("train", "gen"):
+        document = diff_captures(tmp_path / "together" / side, tmp_path / "apart" / side).to_json()
+        assert document["verdict"] == "identical"
+        assert document["coverage"]["sites"]["matched"] == 77
