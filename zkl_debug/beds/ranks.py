@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -126,13 +127,30 @@ def wait_for(processes: Processes, where: Path, folder: Path | None) -> None:
     if any(codes):
         rank = first if first is not None else next(r for r, code in enumerate(codes) if code)
         how = f"was ended by signal {-codes[rank]}" if codes[rank] < 0 else f"ended with exit code {codes[rank]}"
-        log = (where / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
-        said = "; ".join(line.strip() for line in log[-_LINES:] if line.strip()) or "it said nothing"
+        said = last_words((where / f"rank{rank}.log").read_text(errors="replace"))
         raise RankFailed(
             f"rank {rank} of {len(processes)} {how}: {said[-600:]}",
             "ranks that run to their end",
             f"zkl-debug repair {folder} keeps what was captured" if folder is not None else "",
         )
+
+
+_WARNING = re.compile(r"\b\w*Warning: |^\[?W\d{4}|^\[W|\bWARNING\b")
+_ERROR = re.compile(r"^(zkl-debug: |(\w+\.)*\w*(Error|Exception|Interrupt|Exit|Failed|Refused)\b)")
+
+
+def last_words(log: str) -> str:
+    """Why a rank ended, by its log: from its last error on, else its last lines; what merely warns is left out."""
+    lines: list[str] = []
+    warned = False
+    for line in log.splitlines():
+        quoted = warned and line.startswith("  ")  # the line of source that a warning shows
+        warned = bool(_WARNING.search(line))
+        if line.strip() and not warned and not quoted:
+            lines.append(line.strip())
+    last = next((at for at in range(len(lines) - 1, -1, -1) if _ERROR.match(lines[at])), None)
+    told = lines[-_LINES:] if last is None else lines[last : last + _LINES]
+    return "; ".join(told) or "it said nothing of it"
 
 
 def _pass_on(where: Path, world: int) -> None:

@@ -224,6 +224,7 @@ def open_bed(options: BedOptions, side: str = "", *, other_side_spread: bool = F
     if known.hybrid:  # mcore then caches recurrent states as well, by kernels that a CPU has not
         options = replace(options, prefix_caching=False)
     changes = {**options.switches, **dict.fromkeys(options.one_sided, False)}
+    _check_experts(options)
     switches = resolve(options.stack, changes, known.hybrid)
     one_sided = _one_sided(options, switches)
     layout = spread.layout_of(options, side)
@@ -250,6 +251,23 @@ def open_bed(options: BedOptions, side: str = "", *, other_side_spread: bool = F
             generator = generation.DynamicGenerator(built, _gen_config(options, spec.max_length))
         rank = spread.rank_and_world() if side else (0, 1)
         yield BedContext(options, known, spec, built, generator, switches, put_in, one_sided, layout, rank)
+
+
+def _check_experts(options: BedOptions) -> None:
+    """A format of expert layers does nothing in a model that has none.
+
+    Raises:
+        UsageError: naming the switch that stands for it in a dense model.
+    """
+    from zkl_debug.stack.catalogue.precision import PRECISIONS
+
+    on = {name for name, value in options.switches.items() if value} | set(options.one_sided)
+    for name in (s.name for s in PRECISIONS if s.name in on and s.name.endswith("-experts")):
+        if not bed(options.bed).experts:
+            dense = name.replace("-experts", "-linear")
+            raise UsageError(
+                f"switch {name} in bed {options.bed}, which has no experts", f"{dense}, or a bed with experts: tiny-moe"
+            )
 
 
 def _one_sided(options: BedOptions, switches: Sequence[Switch]) -> dict[str, tuple[Switch, ...]]:

@@ -11,6 +11,7 @@ from zkl_debug.cli import bench_faults
 from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout
 from zkl_debug.errors import UsageError
 
+FOLDER = click.Path(path_type=Path, file_okay=False, exists=True, writable=True)
 HISTORY = click.option(
     "--history",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -83,7 +84,7 @@ def gpu_command(rounds: int, size: str, parts: tuple[str, ...], as_json: bool, h
 @click.option("--trials", type=click.IntRange(0), default=20, show_default=True, help="Flipped bits to look for.")
 @click.option("--trial-rows", type=float, default=0, help="Digests of their captures. Default: the smallest size.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes. Default: one a core where there is enough.")
-@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where to write.")
+@click.option("--folder", type=FOLDER, help="Where to write; it must be there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @HISTORY
 def diff_command(
@@ -124,7 +125,7 @@ def diff_command(
 
 @command.command("peers")
 @click.option("--tool", "tools", multiple=True, help="Only these.")
-@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where to write.")
+@click.option("--folder", type=FOLDER, help="Where to write; it must be there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @HISTORY
 def peers_command(tools: tuple[str, ...], folder: Path | None, as_json: bool, history: Path | None) -> int:

@@ -76,11 +76,32 @@ class Fault:
         return self.breaks(context) if name in self.sides else nullcontext()
 
     def adjust(self, options: BedOptions) -> BedOptions:
-        """``options`` with the fields this fault needs."""
+        """``options`` with the fields this fault needs.
+
+        Raises:
+            UsageError: one of them was asked to be something else: the run would not be the one asked for.
+        """
+        usual = type(options)()
         fields = dict(self.options)
-        if "switches" in fields:
-            fields["switches"] = {**options.switches, **fields["switches"]}
+        for name, wanted in fields.items():
+            asked = getattr(options, name)
+            if isinstance(wanted, dict) and name == "switches":
+                fields[name] = {**asked, **wanted}
+                asked, wanted = {key: asked.get(key, value) for key, value in wanted.items()}, dict(wanted)
+            if asked not in (wanted, getattr(usual, name)):
+                raise UsageError(
+                    f"fault {self.id} with {name} {_told(asked)}",
+                    f"{name} {_told(wanted)}, which the fault brings along by itself",
+                    f"leave it out, or another fault: zkl-debug beds {options.bed}",
+                )
         return replace(options, **fields) if fields else options
+
+
+def _told(value: Any) -> str:
+    """``tp 4, dp 2`` of a mapping, any other value as it is."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {each}" for key, each in value.items()) or "of one rank"
+    return str(value)
 
 
 FAULTS: dict[str, Fault] = {}

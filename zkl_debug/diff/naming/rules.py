@@ -155,8 +155,13 @@ def load_map(file: Path) -> Family:
     """
     try:
         document = tomllib.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read as a map: {error}", _EXPECTED) from None
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}", _EXPECTED) from None
+    except (ValueError, RecursionError) as error:
+        why = "it is no text" if isinstance(error, UnicodeDecodeError) else str(error)[:200]
+        raise UsageError(f"{file} cannot be read as a map: {why}", _EXPECTED) from None
+    if not document:
+        raise UsageError(f"{file} is empty: it names nothing", _EXPECTED)
     return _parse(document, file.name)
 
 
@@ -170,31 +175,49 @@ def _parse(document: Mapping[str, Any], name: str) -> Family:
     try:
         top = Rule((), _renamings(document.get("paths", ())), _renamings(document.get("sites", ())))
         rules = tuple(
-            Rule(tuple(r.get("when", ())), _renamings(r.get("paths", ())), _renamings(r.get("sites", ())))
+            Rule(_words(r.get("when", ())), _renamings(r.get("paths", ())), _renamings(r.get("sites", ())))
             for r in document.get("rules", ())
         )
-        lanes = tuple(Lanes(x["site"], tuple(x["parts"]), x["layout"]) for x in document.get("lanes", ()))
+        lanes = tuple(
+            Lanes(_word(x["site"]), _words(x["parts"]), _word(x["layout"])) for x in document.get("lanes", ())
+        )
         sparse = tuple(
-            Sparse(tuple(x.get("when", ())), x["width"], x["weights"], x["ids"], x["to"])
+            Sparse(_words(x.get("when", ())), *(_word(x[key]) for key in ("width", "weights", "ids", "to")))
             for x in document.get("sparse", ())
         )
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise UsageError(f"{name}: {type(error).__name__}: {error}", _EXPECTED) from None
+        detect = tuple(_words(entry) for entry in document.get("detect", ()))
+    except KeyError as error:
+        raise UsageError(f"{name}: an entry has no {error.args[0]}", _EXPECTED) from None
+    except (TypeError, AttributeError, ValueError) as error:
+        raise UsageError(f"{name}: {error}", _EXPECTED) from None
     for entry in lanes:
         if entry.layout not in LAYOUTS:
             raise UsageError(f"{name}: lanes of layout {entry.layout!r}", f"one of {', '.join(LAYOUTS)}")
-    detect = tuple(tuple(entry) for entry in document.get("detect", ()))
     return Family(name, str(document.get("title", name)), detect, (top, *rules), lanes, sparse)
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:60]!r} is not a name")
+    return value
+
+
+def _words(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{str(values)[:60]!r} is not a list of names")
+    return tuple(_word(value) for value in values)
 
 
 def _renamings(entries: Any) -> tuple[tuple[str, str], ...]:
     if isinstance(entries, Mapping):
-        entries = entries.items()
+        entries = list(entries.items())
+    if not isinstance(entries, list | tuple):
+        raise TypeError(f"{str(entries)[:60]!r} is not a list of pairs of names")
     found = []
     for entry in entries:
-        source, target = entry
-        if not isinstance(source, str) or not isinstance(target, str):
-            raise TypeError(f"{entry!r} is not a pair of names")
+        if not isinstance(entry, list | tuple) or len(entry) != 2:
+            raise TypeError(f"{str(entry)[:60]!r} is not a pair of names")
+        source, target = map(_word, entry)
         if source.count("{i}") < target.count("{i}"):
             raise ValueError(f"{target!r} has more numbers than {source!r}")
         found.append((source, target))
