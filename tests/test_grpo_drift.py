@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,24 @@ def test_watch_stops_at_the_first_bad_step_and_prints_one_document(capfd: pytest
     assert len(found["metrics"]) == 2
     assert found["event"]["name"] == "refit"
     assert found["cost"]["watch"]["snapshots"] > 0
+
+
+def test_captures_of_the_onset_step_leave_no_folder_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from zkl_debug.beds.grpo.drift import _folder
+
+    with _folder(None, 3) as folder:
+        (folder / "gen").mkdir()
+    assert not folder.exists()
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ValueError, match="full"), _folder(None, 3) as folder:
+        (folder / "gen").mkdir()
+        raise ValueError("full")
+    assert (folder / "gen").exists()
+    assert f"step 3 is kept in {folder}" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    with _folder(tmp_path, 3) as folder:
+        (folder / "gen").mkdir()
+    assert (tmp_path / "gen").exists()
 
 
 def test_bisect_steps_of_a_clean_loop(capfd: pytest.CaptureFixture[str]) -> None:

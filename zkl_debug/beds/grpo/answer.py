@@ -249,8 +249,9 @@ def next_steps(drift: Drift, found: Sequence[Group]) -> list[str]:
     weights = names & {"weights-not-updated", "stale-weights", "swapped-parameters", "expert-map", "permuted-weights"}
     if weights:
         steps.append("check the weight sync at the event named above; layers are not to blame")
-    if drift.captures and not weights:  # with other weights a diff of layers says nothing
-        steps.append(f"zkl-debug diff {drift.captures}/train {drift.captures}/gen")
+    if drift.operator is not None and not weights:  # with other weights a diff of layers says nothing
+        kept = "the same command with --out DIR keeps the captures of the step for: zkl-debug diff DIR/train DIR/gen"
+        steps.append(f"zkl-debug diff {drift.captures}/train {drift.captures}/gen" if drift.captures else kept)
     return steps
 
 

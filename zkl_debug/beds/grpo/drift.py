@@ -7,6 +7,8 @@ version, and the step is captured on both sides down to the operator. Nothing he
 
 from __future__ import annotations
 
+import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -57,7 +59,7 @@ class Drift:
         between: events after the last good generation, up to the end of the first bad one.
         table: what the log-probs of the onset step say by themselves.
         operator: verdict of the captures of the onset step, both sides.
-        captures: where these are.
+        captures: where these are; empty where they were not kept.
         parameters: parameters the engine has.
         cost: seconds by part, and what the event log cost.
         notes: what was not looked into, and other facts.
@@ -106,7 +108,7 @@ def find_drift(
         options: the loop.
         out: folder for what is found: ``loop`` (events and state), ``train`` and ``gen`` (captures of the onset step),
             ``logprobs.npz``, ``onset.npz`` (a checkpoint before the onset step). Nothing is kept when None, but for
-            the captures, which go to a temporary folder.
+            the captures, which go to a temporary folder that is removed, and kept where something fails.
         say: told what is being done.
         keep: steps that can be run again (a ring buffer); None for all.
         stop: end the loop at the first step that diverges.
@@ -324,24 +326,45 @@ def _between(moments: list[Moment], bad: int) -> list[EventRef]:
 
 def _operator(drift: Drift, runner: CellRunner, bad: int, out: Path | None, say: Say) -> None:
     """Capture both sides of the onset step, run again from its kept state, and compare them."""
-    from zkl_debug.capture.api import Capture
     from zkl_debug.diff import diff_captures
 
+    with _folder(out, bad) as folder:
+        say(f"step {bad} once more, captured on both sides")
+        _capture_step(runner, bad, folder)
+        operator = diff_captures(folder / "train", folder / "gen").to_json()
+    if out is None:
+        operator["next"] = []  # the captures they would read are gone
+    drift.captures = "" if out is None else str(out)
+    drift.operator = operator
+
+
+@contextmanager
+def _folder(out: Path | None, bad: int) -> Iterator[Path]:
+    """Where the captures of the onset step go: kept where they were asked for, and where something goes wrong."""
     folder = Path(tempfile.mkdtemp(prefix="zkl-steps-")) if out is None else out
+    try:
+        yield folder
+    except BaseException:
+        print(f"zkl-debug: what was captured of step {bad} is kept in {folder}", file=sys.stderr)
+        raise
+    if out is None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _capture_step(runner: CellRunner, bad: int, folder: Path) -> None:
+    from zkl_debug.capture.api import Capture
+
     loop = runner.loop
     meta: dict[str, Any] = {"bed": {"bed": "grpo", "seed": loop.options.seed, "dtype": loop.options.dtype}}
     runner.put(bad)
     batch = runner.kept[bad].batch
     lengths = {s: len(batch.prompts[batch.group(s)]) for s in range(len(batch.generate))}
-    say(f"step {bad} once more, captured on both sides")
     version = runner.kept[bad].version
     results = loop.layout.side.capture(folder / "gen", meta, bad, version, batch.requests(), batch.seed)
     with Capture(loop.layout.trainer, folder / "train", "train", meta=meta) as train:
         train.set_step(bad, version)
         train.adapter.prompt_lens.update(lengths)  # type: ignore[union-attr]
         loop.score(results)
-    drift.captures = str(folder)
-    drift.operator = diff_captures(folder / "train", folder / "gen").to_json()
 
 
 def status(drift: Drift) -> OnsetStatus:
