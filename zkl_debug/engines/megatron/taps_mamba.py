@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.layout import RowView
-from zkl_debug.engines.megatron.taps_model import Tap, active, resolve_owner, site
+from zkl_debug.engines.megatron.taps_model import Tap, active, in_and_out, install_table, site
 from zkl_debug.schema import Phase, SiteKind, row_phase
 
 if TYPE_CHECKING:
@@ -50,13 +50,7 @@ def install(capture: Capture) -> None:
     mixers = [m for m in capture.model.modules() if type(m).__name__ == "MambaMixer"]
     if not mixers:
         return
-    missing: list[str] = []
-    for owner, name, tap in _TABLE:
-        target = resolve_owner(owner)
-        if target is None or getattr(target, name, None) is None:
-            missing.append(f"{owner}.{name}")
-            continue
-        capture.taps.wrap(target, name, functools.partial(tap, capture))
+    missing = install_table(capture, _TABLE)
     for mixer in mixers:
         if isinstance(getattr(mixer, "norm", None), torch.nn.Module):
             capture.taps.wrap(mixer.norm, "forward", functools.partial(_norm, capture))
@@ -182,20 +176,8 @@ def _rmsnorm(capture: Capture) -> bool:
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
-def _conv_batch(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def tapped(xbc: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen = _observed(capture)
-        if seen:
-            with capture.session.guarded("conv"):
-                _batch(capture, "conv", "in.0", xbc, "conv")
-        result = function(xbc, *args, **kwargs)
-        if seen:
-            with capture.session.guarded("conv"):
-                _batch(capture, "conv", "out.0", result, "conv")
-        return result
-
-    return tapped
+def _conv(capture: Capture, port: str, value: torch.Tensor) -> None:
+    _batch(capture, "conv", f"{port}.0", value, "conv")
 
 
 def _scan_batch(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -423,7 +405,7 @@ _TABLE: tuple[tuple[str, str, Tap], ...] = (
     (_MIXER, "tensor_masked_update", _state_write),
     (_MIXER, "causal_conv1d_update", _conv_decode),
     (_MIXER, "selective_state_update", _scan_decode),
-    (_STAND_INS, "conv_batch", _conv_batch),
+    (_STAND_INS, "conv_batch", in_and_out("conv", _conv, seen=_observed)),
     (_STAND_INS, "scan_batch", _scan_batch),
     (_STAND_INS, "gate_batch", _gate_batch),
     (_DYNAMIC, "add_request", _slot_given),

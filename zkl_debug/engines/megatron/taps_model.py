@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,17 +26,12 @@ if TYPE_CHECKING:
     from zkl_debug.capture.api import Capture
 
 Tap = Callable[["Capture", Callable[..., Any]], Callable[..., Any]]
+Record = Callable[["Capture", str, Any], None]
 
 
 def install(capture: Capture) -> None:
     """Install every model tap into ``capture.taps``."""
-    missing: list[str] = []
-    for owner, name, tap in _TABLE:
-        target = resolve_owner(owner)
-        if target is None or getattr(target, name, None) is None:
-            missing.append(f"{owner}.{name}")
-            continue
-        capture.taps.wrap(target, name, functools.partial(tap, capture))
+    missing = install_table(capture, _TABLE)
     for module in capture.model.modules():
         for attribute in ("self_attn_bda", "mlp_bda", "cross_attn_bda", "mamba_bda"):
             if callable(vars(module).get(attribute)):
@@ -47,6 +42,51 @@ def install(capture: Capture) -> None:
         if callable(getattr(owner, "process_mtp_loss", None)):
             capture.taps.wrap(owner, "process_mtp_loss", functools.partial(_unobserved, capture))
     capture.add_manifest("taps_missing", missing)
+
+
+def install_table(capture: Capture, table: Sequence[tuple[str, str, Tap]]) -> list[str]:
+    """Install the taps of a table (owner, attribute, tap); names of those that this build of megatron-core lacks."""
+    missing = []
+    for owner, name, tap in table:
+        target = resolve_owner(owner)
+        if target is None or getattr(target, name, None) is None:
+            missing.append(f"{owner}.{name}")
+            continue
+        capture.taps.wrap(target, name, functools.partial(tap, capture))
+    return missing
+
+
+def in_and_out(operator: str, record: Record, at: int = 0, seen: Callable[[Capture], bool] | None = None) -> Tap:
+    """A tap of an operator on one tensor, which is read before the function runs, for it may be written into.
+
+    Args:
+        operator: what the probe was at, should it fail.
+        record: called with the capture, ``in`` or ``out``, and the argument or the result.
+        at: place of the tensor among the arguments.
+        seen: whether to record now; default :func:`active`.
+    """
+    on = seen or active
+
+    def tap(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            if on(capture):
+                with capture.session.guarded(operator):
+                    record(capture, "in", (*args, *kwargs.values())[at])
+            result = function(*args, **kwargs)
+            if on(capture):
+                with capture.session.guarded(operator):
+                    record(capture, "out", result)
+            return result
+
+        return tapped
+
+    return tap
+
+
+def _tensor(operator: str, semantic: str = "") -> Record:
+    """Records the tensor under the operator's own site."""
+    return lambda capture, port, value: _record(capture, operator, f"{port}.0", value, semantic)
 
 
 def _unobserved(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,26 +175,6 @@ def _rope(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
     return tapped
 
 
-def _rope_dynamic(operator: str) -> Tap:
-    """Dynamic path: writes into its argument, so the input is read before and the output after."""
-
-    def make(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def tapped(context: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if active(capture):
-                with capture.session.guarded(operator):
-                    _record(capture, operator, "in.0", tensor, "rope")
-            result = function(context, tensor, *args, **kwargs)
-            if active(capture):
-                with capture.session.guarded(operator):
-                    _record(capture, operator, "out.0", result, "rope")
-            return result
-
-        return tapped
-
-    return make
-
-
 def _rope_fused(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def tapped(context: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -193,21 +213,9 @@ def _kv_write(capture: Capture, function: Callable[..., Any]) -> Callable[..., A
     return tapped
 
 
-def _core_attention(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamic engine: the ``core_attention`` module never runs; this method does its work."""
-
-    @functools.wraps(function)
-    def tapped(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if active(capture):
-            with capture.session.guarded("core_attention:in"):
-                capture.session.record(_core_site(capture, "in"), query, semantic="core_attention", flatten=True)
-        result = function(module, query, *args, **kwargs)
-        if active(capture):
-            with capture.session.guarded("core_attention:out"):
-                capture.session.record(_core_site(capture, "out"), result, semantic="core_attention", flatten=True)
-        return result
-
-    return tapped
+def _core(capture: Capture, port: str, value: Any) -> None:
+    """Dynamic engine: the ``core_attention`` module never runs; a method does its work."""
+    capture.session.record(_core_site(capture, port), value, semantic="core_attention", flatten=True)
 
 
 # ---- residual adds ------------------------------------------------------------------------------------------------
@@ -239,21 +247,6 @@ _IN_TOPK = "in_topk"
 
 
 # ---- mixture of experts -------------------------------------------------------------------------------------------
-def _gating(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def tapped(inp: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if active(capture):
-            with capture.session.guarded("router.gating"):
-                _record(capture, "router.gating", "in.0", inp)
-        result = function(inp, *args, **kwargs)
-        if active(capture):
-            with capture.session.guarded("router.gating"):
-                _record(capture, "router.gating", "out.0", result)
-        return result
-
-    return tapped
-
-
 def _topk(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
     """A choice told as ids (``dense_output``) is recorded as the map over all experts that training has."""
 
@@ -347,12 +340,12 @@ _DISPATCH = "megatron.core.transformer.moe.token_dispatcher"
 _TABLE: tuple[tuple[str, str, Tap], ...] = (
     (f"{_ATTENTION}:SelfAttention", "get_query_key_value_tensors", _qkv),
     (_ATTENTION, "apply_rotary_pos_emb", _rope),
-    (_DYNAMIC, "apply_rotary_emb_query", _rope_dynamic("rope.q")),
-    (_DYNAMIC, "apply_rotary_emb_key", _rope_dynamic("rope.k")),
+    (_DYNAMIC, "apply_rotary_emb_query", in_and_out("rope.q", _tensor("rope.q", "rope"), at=1)),
+    (_DYNAMIC, "apply_rotary_emb_key", in_and_out("rope.k", _tensor("rope.k", "rope"), at=1)),
     (_DYNAMIC, "apply_fused_qk_rotary_emb", _rope_fused),
     (_DYNAMIC, "append_key_value_cache", _kv_write),
-    (f"{_ATTENTION}:Attention", "flash_decode_and_prefill", _core_attention),
-    (_ROUTER, "router_gating_linear", _gating),
+    (f"{_ATTENTION}:Attention", "flash_decode_and_prefill", in_and_out("core_attention", _core, at=1)),
+    (_ROUTER, "router_gating_linear", in_and_out("router.gating", _tensor("router.gating"))),
     (_ROUTER, "topk_routing_with_score_function", _topk),
     (f"{_ROUTER}:InferenceTopKRouter", "_compiled_topk_routing", _static_topk),
     (_DISPATCH, "permute", _permute),
