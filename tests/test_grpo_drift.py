@@ -156,9 +156,17 @@ def test_captures_of_the_onset_step_leave_no_folder_behind(tmp_path: Path, capsy
         (folder / "gen").mkdir()
     assert not folder.exists()
     assert capsys.readouterr().err == ""
-    with pytest.raises(ValueError, match="full"), _folder(None, 3) as folder:
-        (folder / "gen").mkdir()
-        raise ValueError("full")
+    made: list[Path] = []
+
+    def fails() -> None:
+        with _folder(None, 3) as folder:
+            (folder / "gen").mkdir()
+            made.append(folder)
+            raise ValueError("full")
+
+    with pytest.raises(ValueError, match="full"):
+        fails()
+    (folder,) = made
     assert (folder / "gen").exists()
     assert f"step 3 is kept in {folder}" in capsys.readouterr().err
     shutil.rmtree(folder)

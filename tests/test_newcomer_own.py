@@ -116,6 +116,26 @@ def test_next_commands_are_worth_running(tmp_path: Path) -> None:
     )
 
 
+def test_a_divergence_is_followed_by_a_command_that_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Raw bits of an operator are bundled also where no bed can be run again; a looked-up value is seen on a page."""
+    changed = Model()
+    changed.scale.factor = changed.scale.factor * 2
+    train, gen = captured(tmp_path / "train", Model()), captured(tmp_path / "gen", changed)
+    (command,) = diff_captures(train, gen).next
+    assert command == f"zkl-debug bundle {train} {gen} --site scale:out --out DIR"
+    with pytest.raises(SystemExit) as stop:
+        cli.main([word.replace("DIR", str(tmp_path / "bundle")) for word in command.split()[1:]])
+    assert stop.value.code == 0, capsys.readouterr().err
+    for value, side in enumerate(("a", "b")):
+        with zkl_debug.capture(Model(), tmp_path / side, side, level="payload") as cap, torch.no_grad():  # type: ignore[operator]
+            cap.model(IDS)
+            cap.selected(torch.full((8,), float(value)), torch.tensor([2, 3, 4, -1, 6, 7, 8, -1]))
+    verdict = diff_captures(tmp_path / "a", tmp_path / "b")
+    assert verdict.first is not None
+    assert verdict.first.site == "logprobs/selected:out.0"
+    assert verdict.next == (f"zkl-debug diff {tmp_path / 'a'} {tmp_path / 'b'} --html report.html",)
+
+
 @pytest.mark.parametrize("width", [40, 60, 120])
 def test_the_report_fits_a_narrow_window(width: int, tmp_path: Path) -> None:
     changed = Model()

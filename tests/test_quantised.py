@@ -14,13 +14,18 @@ from explain_evidence import evidence, values
 
 from zkl_debug import bits
 from zkl_debug.beds import BedOptions
+from zkl_debug.beds.bundle import write_bundle
+from zkl_debug.beds.bundle_script import load
 from zkl_debug.beds.faults import FAULTS
 from zkl_debug.beds.record import RecordOptions, record_bed
+from zkl_debug.beds.ruling import rule_first
+from zkl_debug.beds.zoom import zoom
 from zkl_debug.cli.capture import command as capture_command
 from zkl_debug.diff import diff_captures
 from zkl_debug.diff.explain.model import Operand, Quantised, Values
 from zkl_debug.diff.explain.quantised import dequantised, quantisation
 from zkl_debug.engines import microscaling
+from zkl_debug.errors import UsageError
 from zkl_debug.stack.switches import SwitchError
 
 PAYLOAD = RecordOptions(level="payload", certify=False, strict=True)
@@ -198,6 +203,26 @@ def test_one_side_alone_is_named_at_the_operand(tmp_path: Path, level: str) -> N
     told = document["explanations"][0]
     assert (told["name"], told["evidence"]["what"]) == ("quantisation-differs", "one-side")
     assert told["strength"] == ("exact" if level == "payload" else "class")
+    if level == "payload":
+        check_what_comes_next(tmp_path, document)
+
+
+def check_what_comes_next(tmp_path: Path, document: dict[str, Any]) -> None:
+    """What is proposed looks into the product, which both sides run, and gives each side from its own operands."""
+    sides = tmp_path / "run" / "train", tmp_path / "run" / "gen"
+    both = " ".join(map(str, sides))
+    assert document["next"][:2] == [
+        f"zkl-debug zoom {both} --site {EXPERT}:out",
+        f"zkl-debug bundle {both} --site {EXPERT}:out --out DIR",
+    ]
+    assert not any("--replay" in command for command in document["next"])
+    done = write_bundle(*sides, tmp_path / "bundle")
+    assert (done.site, done.formula) == (f"{EXPERT}:out", "linear")
+    assert done.reproduced, done.notes
+    assert "mxfp8 on b" in " ".join(done.notes)
+    with pytest.raises(UsageError, match="one side does not run it") as error:
+        zoom(*sides, f"{EXPERT}/quantize:out.0")
+    assert f"--site {EXPERT}:out" in error.value.expected
 
 
 FAULT_PARTS = [
@@ -214,13 +239,19 @@ def test_the_part_that_differs_is_named(tmp_path: Path, fault: str, what: str) -
     site = document["first"]["site"]
     assert any(Path(site).match(pattern) for pattern in FAULTS[fault].answer.sites)
     assert document["first"]["kind"] == "own"
+    sides = tmp_path / "run" / "train", tmp_path / "run" / "gen"
+    done = write_bundle(*sides, tmp_path / "bundle")
+    assert load(tmp_path / "bundle" / "tensors.safetensors").keys() >= {"out/a", "out/b"}
+    if fault == "Q4":  # each side's own weight, as its quantiser makes it
+        assert done.reproduced, done.notes
+        assert "weight" in done.settings
+        ruling = rule_first(diff_captures(*sides), *sides)
+        assert (ruling.verdict, "block format" in ruling.reason) == ("no-ruling", True)
 
 
 @pytest.mark.slow
 def test_zoom_looks_into_an_expert(tmp_path: Path) -> None:
     """An expert sees its own tokens alone; the first operator that differs is where the scale's exponent is made."""
-    from zkl_debug.beds.zoom import zoom
-
     record_bed(BedOptions(bed="tiny-moe", longest_prompt=12, fault="Q1"), tmp_path / "run", PAYLOAD)
     told = zoom(tmp_path / "run" / "train", tmp_path / "run" / "gen", f"{EXPERT}/quantize:out.1")
     left, right = told.aligned.first
@@ -241,7 +272,9 @@ def test_an_operator_of_one_side_alone_keeps_its_verdict_under_drill(tmp_path: P
     assert drilled.confirmed
     assert drilled.verdict.first is not None
     assert drilled.verdict.first.site == f"{EXPERT}/quantize:out.0"
-    assert "did not come by" in drilled.note
+    assert drilled.zoom is not None
+    assert drilled.zoom.site == f"{EXPERT}:out"
+    assert drilled.zoom.reproduced == (True, True)
 
 
 def test_a_switch_of_one_side_is_asked_for_on_the_command_line(tmp_path: Path) -> None:

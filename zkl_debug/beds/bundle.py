@@ -24,6 +24,7 @@ from zkl_debug.diff.explain.gather import Chosen, choose, port
 from zkl_debug.diff.explain.model import Evidence, Keys, Port, Values
 from zkl_debug.diff.model import Ints
 from zkl_debug.diff.referee import formula_of
+from zkl_debug.diff.suggest import looked_into
 from zkl_debug.errors import Refused, UsageError
 from zkl_debug.schema import Json, Phase
 
@@ -85,7 +86,7 @@ def write_bundle(dir_a: Path, dir_b: Path, out: Path, site: str | None = None, r
         raise Refused(f"nothing to bundle: {reason}", "two captures that diverge")
     if not verdict.by_rows:
         raise Refused(f"{verdict.first.site} is no operator of a forward: nothing can be replayed", "an operator")
-    at = find_site(comparison, site or verdict.first.site)
+    at = find_site(comparison, site or looked_into(comparison, verdict.first))
     chosen = _rows(comparison, verdict.edge, at, rows)
     return _written(chosen, verdict, out, dir_a, dir_b)
 
@@ -147,7 +148,8 @@ def _written(chosen: Chosen, verdict: Verdict, out: Path, dir_a: Path, dir_b: Pa
     left, right = chosen.rows(chosen.read)
     sides = (comparison.a, comparison.b)
     of = (sides[int(space.side[left[0]])].side, sides[int(space.side[right[0]])].side)
-    tensors |= bundle_settings.parameters(pair.parsed, of, dir_a, dir_b, notes)
+    forms = _blocks(chosen, tensors, notes) if formula == "linear" else ("", "")
+    tensors |= bundle_settings.parameters(pair.parsed, of, dir_a, dir_b, notes, forms)
     settings = bundle_settings.differing(tensors)
     more, told = bundle_settings.fitted(verdict, pair.name, positions, space.sample[named].tolist(), tensors)
     if "positions/a" in more:
@@ -257,6 +259,33 @@ def _inputs(chosen: Chosen, tensors: dict[str, Stored]) -> None:
             tensors[name] = _stored(values.left)
         else:
             tensors[f"{name}/a"], tensors[f"{name}/b"] = _stored(values.left), _stored(values.right)
+
+
+def _blocks(chosen: Chosen, tensors: dict[str, Stored], notes: list[str]) -> tuple[str, str]:
+    """Block format of each side's operands, whose values take the place of the input; empty where there is none."""
+    from zkl_debug.beds import bundle_blocks
+
+    found = bundle_blocks.operands(chosen)
+    forms = [bundle_blocks.form_of(one) for one in found]
+    if not any(forms):
+        return "", ""
+    plain = {letter: tensors.get(f"in/{letter}", tensors.get("in")) for letter in bundle_settings.LETTERS}
+    for letter, one, form in zip(bundle_settings.LETTERS, found, forms, strict=True):
+        values = bundle_blocks.rows_of(one) if form else plain[letter]
+        for name in ("in", f"in/{letter}"):
+            tensors.pop(name, None)
+        if values is None:
+            notes.append(f"the operand of {letter} in {form or 'its dtype'} was not captured with its raw bits")
+        else:
+            tensors[f"in/{letter}"] = values
+    both = tensors.get("in/a"), tensors.get("in/b")
+    if None not in both:
+        for letter in bundle_settings.LETTERS:
+            del tensors[f"in/{letter}"]
+        tensors |= bundle_settings.by_side({"in": both})
+    words = " and ".join(f"{form} on {letter}" for letter, form in zip("ab", forms, strict=True) if form)
+    notes.append(f"in and weight hold the values that the product ran over: {words}")
+    return forms[0], forms[1]
 
 
 def _attention(chosen: Chosen, tensors: dict[str, Stored], notes: list[str]) -> tuple[Chosen, list[int]]:

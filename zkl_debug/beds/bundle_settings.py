@@ -26,7 +26,14 @@ LETTERS = ("a", "b")
 _FITTED = ("temperature", "eps")
 
 
-def parameters(site: SiteName, sides: tuple[str, str], dir_a: Path, dir_b: Path, notes: list[str]) -> dict[str, Stored]:
+def parameters(
+    site: SiteName,
+    sides: tuple[str, str],
+    dir_a: Path,
+    dir_b: Path,
+    notes: list[str],
+    forms: tuple[str, str] = ("", ""),
+) -> dict[str, Stored]:
     """Parameters of the operator as each side has them while it runs, from the rebuilt bed; none for other captures.
 
     Args:
@@ -34,21 +41,25 @@ def parameters(site: SiteName, sides: tuple[str, str], dir_a: Path, dir_b: Path,
         sides: side of the bed (``gen`` or ``train``) that the left and the right row belong to.
         dir_a, dir_b: the captures.
         notes: told what is missing.
+        forms: block format in which the left and the right row's side has the weight; empty for none.
     """
     try:
         recipe = recipe_of(dir_a, dir_b)
     except ZklError:
         notes.append("weights are not in the bundle: the captures are not those of a bed")
         return {}
+    from zkl_debug.beds.bundle_blocks import weight_of
     from zkl_debug.beds.run import open_bed
     from zkl_debug.beds.weights import operator_parameters
     from zkl_debug.capture.layout import dtype_name, raw_bits
 
     found: list[dict[str, Stored]] = []
     with open_bed(recipe.options) as context:
-        for side in sides:
+        for side, form in zip(sides, forms, strict=True):
             with context.side(side):
                 values = operator_parameters(context, site)
+                if form and "weight" in values:
+                    values["weight"] = weight_of(values["weight"], form)
                 stored = {
                     name: Stored(raw_bits(value.reshape(1, -1)).copy(), dtype_name(value), tuple(value.shape))
                     for name, value in values.items()

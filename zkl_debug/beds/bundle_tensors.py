@@ -22,6 +22,8 @@ _SAFETENSORS = {
     "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "U8",  # two values a byte: the bytes are what can be read everywhere
     "int64": "I64",
     "int32": "I32",
     "int16": "I16",

@@ -14,6 +14,7 @@ from zkl_debug.beds.replay import replay_first, settle
 from zkl_debug.beds.ruling import rule_first
 from zkl_debug.beds.zoom import Zoom, zoom
 from zkl_debug.diff.run import diff_captures
+from zkl_debug.diff.suggest import on_a_page
 from zkl_debug.diff.verdict import Verdict
 from zkl_debug.errors import Refused, UsageError
 from zkl_debug.schema import Json
@@ -81,15 +82,21 @@ def drill(a: Path, b: Path, verdict: Verdict, say: Say | None = None) -> Drill:
             affected=second.affected,
             explanations=second.explanations,
             edges=second.edges,
-            next=tuple(command for command in verdict.next if "--drill" not in command),
+            next=_after(verdict),
             replay=second.replay,
             referee=ruling.to_json(),
         )
         say("pass 2: operators")
         try:
-            return Drill(known, True, zoom(one, two, verdict.first.site, say))
+            return Drill(known, True, zoom(one, two, None, say))
         except (UsageError, Refused) as error:  # what pass 2 found stays; only the look inside is missing
             return Drill(known, True, note=error.found)
+
+
+def _after(verdict: Verdict) -> tuple[str, ...]:
+    """What is left to do once pass 2 was made."""
+    left = tuple(command for command in verdict.next if "--drill" not in command)
+    return left or (on_a_page(verdict.comparison) if verdict.comparison is not None else ())
 
 
 def _key(verdict: Verdict) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ from zkl_debug.diff.flow import is_inside_mixer
 from zkl_debug.diff.model import EDGE_PRIORITY, Ints
 from zkl_debug.diff.run import diff_captures
 from zkl_debug.diff.streams import Aligned, Op, align, roundings
+from zkl_debug.diff.suggest import looked_into
 from zkl_debug.errors import ExitCode, Refused, UsageError, ZklError
 from zkl_debug.schema import Json, Phase, SiteKind, parse_site
 
@@ -176,7 +177,7 @@ def zoom(a: Path, b: Path, site: str | None = None, say: Say | None = None) -> Z
         raise NothingToZoomError("identical, nothing to zoom", "two captures that diverge", f"zkl-debug diff {a} {b}")
     if site is None and not verdict.by_rows:
         raise UsageError(f"{verdict.first.site} is no operator of a forward, nothing runs inside it", "--site SITE")
-    name = site or verdict.first.site
+    name = site or looked_into(comparison, verdict.first)
     recipe = recipe_of(a, b)
     index = _site(comparison, name)
     edge, pairs = _pairs(comparison, index, verdict.edge)
@@ -203,6 +204,11 @@ def _site(comparison: Comparison, name: str) -> int:
         raise UsageError(
             f"{name} is looked up, not computed", "the output of an operator, e.g. logprobs/log_softmax:out.0"
         )
+    pair = comparison.sites[names.index(name)]
+    kinds = {site.meta.semantic.startswith("quantised") for site in (pair.a, pair.b) if site is not None}
+    if pair.differ and True in kinds:
+        product = f"{pair.parsed.module}:out"
+        raise UsageError(f"{name}: {pair.differ}; one side does not run it", f"the product it is for: --site {product}")
     if is_inside_mixer(comparison.sites[names.index(name)].meta.semantic):
         raise UsageError(
             f"{name} runs over whole sequences inside a mixer: its operators have no rows to follow",

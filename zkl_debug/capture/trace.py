@@ -206,7 +206,8 @@ class OpTrace(TorchDispatchMode):
                 self._created.add(key)
             if key not in self._ranges:
                 self._note_range(tensor)
-        if first.is_floating_point() and first.numel() and related:
+        # A byte that is no truth value holds the bits of a narrow format: codes of scales and data.
+        if (first.is_floating_point() or first.dtype == torch.uint8) and first.numel() and related:
             for number, place in enumerate(self._places):
                 found = _digests(first, place)
                 op.slices.append(frozenset(found))
@@ -314,6 +315,8 @@ def value_digest(part: Tensor) -> tuple[str, NDArray[np.float64]] | None:
     """
     if not 0 < part.numel() <= _MOST_ELEMENTS:
         return None
+    if part.dtype == torch.float4_e2m1fn_x2:
+        part = part.view(torch.uint8)  # two values a byte, which torch cannot take apart
     values = np.sort(part.detach().double().cpu().numpy().ravel() + 0.0)
     distinct, often = np.unique(values[np.isfinite(values)], return_counts=True)
     if len(distinct) < min(_LEAST_VALUES, len(values)) or not distinct.any():

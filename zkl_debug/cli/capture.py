@@ -214,6 +214,7 @@ def _print(document: dict[str, Any]) -> None:
         console.print(f"  {certification_text(side['self_repeat'])}")
         if not (side["probe"] or {}).get("ok", False):
             console.print(f"  [red]the probe failed[/]: {(side['probe'] or {}).get('errors')}")
-    if len(document["sides"]) == 2:
+    whole = all(side["sites"] and not side["no_layer"] for side in document["sides"].values())
+    if len(document["sides"]) == 2 and whole:
         out = document["out"]
         console.print(f"next: zkl-debug diff {out}/train {out}/gen", markup=False)

@@ -101,6 +101,9 @@ def referee(e: Evidence, weights: Weights) -> Ruling:
         return Ruling("", "no-ruling", reason=f"no formula is known for {e.site.owner}")
     if e.out is None or not (e.out.left.is_float and e.out.right.is_float):
         return Ruling(name, "no-ruling", reason="the output was captured without its raw bits")
+    blocks = e.quantised
+    if blocks is not None and (blocks.weight or blocks.left.is_quantised or blocks.right.is_quantised):
+        return Ruling(name, "no-ruling", reason="its operands are in a block format, its input and weight are not them")
     units: list[float] = []
     rows, addends, limit = 0, 1, 0.0
     for side in (0, 1):

@@ -35,7 +35,7 @@ from zkl_debug.diff.refuse import (
     from_error,
 )
 from zkl_debug.diff.sitework import Runner
-from zkl_debug.diff.suggest import suggestions
+from zkl_debug.diff.suggest import on_a_page, suggestions
 from zkl_debug.diff.tokens import check_tokens
 from zkl_debug.diff.verdict import Claim, Verdict, refused
 from zkl_debug.diff.weights import check_weights
@@ -169,7 +169,11 @@ def _diff(joined: Joined, partial: bool, verify_bytes: bool, comparing: dict[str
         why = (*why, handed_over.finding(handed).to_json())
         if edge is None:  # no row differs anywhere: the hand-over itself is the first thing that is wrong
             edge, first = handed_over.edge_of(handed), handed_over.first_of(handed, comparison)
-            rows, edges, hints = handed_over.summary(handed), handed_over.with_first(edges, handed, first), ()
+            rows, edges, hints = (
+                handed_over.summary(handed),
+                handed_over.with_first(edges, handed, first),
+                on_a_page(comparison),
+            )
     outcome = Outcome.DIVERGED if edge is not None else Outcome.IDENTICAL
     claim = Claim(
         equality="bytes" if comparison.all_bytes else "digest",

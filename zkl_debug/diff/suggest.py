@@ -19,7 +19,7 @@ def suggestions(
     comparison: Comparison, outcome: Outcome, first: First | None, coverage: Coverage, verified: bool
 ) -> tuple[str, ...]:
     """Next commands for a finished comparison; ``verified``: ``--verify-bytes`` was given."""
-    a, b = (path_of(capture, name) for capture, name in ((comparison.a, "A"), (comparison.b, "B")))
+    a, b = _paths(comparison)
     alone = isinstance(comparison.b, Alone)
     if outcome is Outcome.IDENTICAL:
         sides = ("a",) if alone else ("a", "b")
@@ -28,29 +28,60 @@ def suggestions(
         return (f"zkl-debug diff {a}{'' if alone else ' ' + b} --verify-bytes",) if verify else ()
     if alone:
         return (f"zkl-debug inspect {a}",)
-    commands = []
-    again = comes_from_one_bed_run(comparison.a, comparison.b)
-    bare = first is not None and first.stats.elements is None and not first.differ
-    if first is not None and bare:
-        commands.append(f"zkl-debug diff {a} {b} --drill" if again else _payload_capture(comparison.b, first))
-    elif (
-        first is not None
-        and again
-        and not _on_ranks(comparison)
-        and first.inputs != "port"
-        and not first.name.path.startswith("logprobs")
-    ):
-        if not any(is_inside_mixer(pair.meta.semantic) for pair in comparison.sites if pair.name == first.site):
-            commands.append(f"zkl-debug zoom {a} {b} --site {quote(first.site)}")
-        commands.append(f"zkl-debug bundle {a} {b} --site {quote(first.site)} --out DIR")
-        if first.kind is Kind.OWN and first.inputs == "equal":
-            # Equal inputs and another output: the operator is another, or it reads what is not captured.
-            commands.append(f"zkl-debug diff {a} {b} --replay")
+    commands = [] if first is None else _inside(comparison, first, a, b)
     if first is not None and first.inputs == "port":
         commands += [f"zkl-debug inspect {a}", f"zkl-debug inspect {b}"]
     elif coverage.matched < coverage.captured:
         commands.append(f"zkl-debug inspect {b}")
-    return tuple(commands)
+    return tuple(commands) or on_a_page(comparison)
+
+
+def on_a_page(comparison: Comparison) -> tuple[str, ...]:
+    """Where there is nothing to look into: every site and every row of the comparison on one page."""
+    a, b = _paths(comparison)
+    return (f"zkl-debug diff {a}{'' if isinstance(comparison.b, Alone) else ' ' + b} --html report.html",)
+
+
+def _paths(comparison: Comparison) -> tuple[str, str]:
+    return path_of(comparison.a, "A"), path_of(comparison.b, "B")
+
+
+def _inside(comparison: Comparison, first: First, a: str, b: str) -> list[str]:
+    """Commands that look into the first site."""
+    again = comes_from_one_bed_run(comparison.a, comparison.b)
+    if first.stats.elements is None and not first.differ:
+        return [f"zkl-debug diff {a} {b} --drill" if again else _payload_capture(comparison.b, first)]
+    name = looked_into(comparison, first)
+    pair = next((pair for pair in comparison.sites if pair.name == name), None)
+    if pair is None or _on_ranks(comparison) or first.inputs == "port":
+        return []
+    commands, site = [], quote(pair.name)
+    looked_up = pair.meta.semantic in ("label", "selected")
+    if again and not looked_up and not is_inside_mixer(pair.meta.semantic):
+        commands.append(f"zkl-debug zoom {a} {b} --site {site}")
+    if all(_has_payload(pair, side) for side in "ab") and not looked_up and not pair.differ:
+        commands.append(f"zkl-debug bundle {a} {b} --site {site} --out DIR")
+    if again and first.kind is Kind.OWN and first.inputs == "equal" and pair.name == first.site and _is_called(pair):
+        # Equal inputs and another output: the operator is another, or it reads what is not captured.
+        commands.append(f"zkl-debug diff {a} {b} --replay")
+    return commands
+
+
+def looked_into(comparison: Comparison, first: First) -> str:
+    """The site that can be looked into: the first one, or for a block format that one side alone uses the product it is
+    for, which both sides have."""
+    pair = next((pair for pair in comparison.sites if pair.name == first.site), None)
+    return f"{first.name.module}:out" if pair is not None and pair.differ and _is_quantised(pair) else first.site
+
+
+def _is_called(pair: SitePair) -> bool:
+    """Whether a replay can call what computes the site by itself."""
+    return pair.meta.semantic not in ("label", "selected") and not _is_quantised(pair)
+
+
+def _is_quantised(pair: SitePair) -> bool:
+    """Whether it is a part of a block format, on one side at least."""
+    return any(site is not None and site.meta.semantic.startswith("quantised") for site in (pair.a, pair.b))
 
 
 def _on_ranks(comparison: Comparison) -> bool:

@@ -15,23 +15,33 @@ if TYPE_CHECKING:
 
 #: Part -> port of the operator.
 _PORTS = {"data": "out.0", "scale": "out.1", "overall": "out.2"}
-_OPERATOR = "/quantize"
+#: Behind the name of a product: the sites of its operand.
+OPERATOR = "/quantize"
 
 
 def quantised(chosen: Chosen) -> Quantised | None:
     """Parts of the operand at a site of it, or what is known of the weight at the site of a product."""
     comparison = chosen.comparison
     owner = comparison.sites[chosen.site].parsed.owner
-    if owner.endswith(_OPERATOR):
+    if owner.endswith(OPERATOR):
         rows = chosen.rows(chosen.read)
-        left, right = (_operand(comparison, owner, side, rows[side]) for side in (0, 1))
+        left, right = (operand(comparison, owner, side, rows[side]) for side in (0, 1))
         return Quantised(left, right, _source(comparison, owner, rows))
     weight = weight_parts(comparison, f"{owner}.weight")
-    left, right = (_operand(comparison, f"{owner}{_OPERATOR}", side, chosen.read[:0]) for side in (0, 1))
-    return Quantised(left, right, weight=weight, is_operand=False) if weight else None
+    left, right = (operand(comparison, f"{owner}{OPERATOR}", side, chosen.read[:0]) for side in (0, 1))
+    known = bool(weight) or left.is_quantised or right.is_quantised
+    return Quantised(left, right, weight=weight, is_operand=False) if known else None
 
 
-def _operand(comparison: Comparison, owner: str, side: int, rows: Ints) -> Operand:
+def operand(comparison: Comparison, owner: str, side: int, rows: Ints) -> Operand:
+    """What one side makes of the rows at the sites of an operand; raw bits where they were captured.
+
+    Args:
+        comparison: of both captures.
+        owner: e.g. ``decoder.layers.1.mlp.linear_fc1/quantize``.
+        side: 0 or 1.
+        rows: in the common row space, [m].
+    """
     from zkl_debug.diff.explain.gather import values_of
 
     dtypes: dict[str, str] = {}
