@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zkl_debug.beds.zoom import _op
 from zkl_debug.capture.rows import padded_rows
 from zkl_debug.capture.source import relative
 from zkl_debug.capture.trace import OpTrace, Place, TracedOp, place_of, triton_launches, value_digest
+from zkl_debug.diff.streams import align
 
 GRID = Place(s=6, b=2, at=3, sequence=1, queries=6, query=3, position=3, start=0)
 ENGINE = Place(s=8, b=1, at=5, sequence=0, queries=4, query=2, position=2, start=3)
@@ -157,6 +159,42 @@ def test_a_value_rounded_to_its_neighbour_is_told() -> None:
     moved = torch.tensor([1.0, 1.0, 2.0, 3.0, 3.0, 4.0])  # the same distinct values
     assert digest(row) != digest(moved)
     assert digest(row) == digest(row.flip(0)) == digest(row.repeat_interleave(3)) == digest(torch.cat([row, row]))
+
+
+def test_codes_of_narrow_formats_are_values() -> None:
+    """A format that torch cannot compute with is made and mended in its bytes."""
+    x = torch.randn(12, 16)
+
+    def run() -> Tensor:
+        codes = x.to(torch.float8_e4m3fn).view(torch.uint8)
+        return torch.where(codes > 3, codes - 1, codes).view(torch.float8_e4m3fn)
+
+    names = [op.name for op in traced(GRID, run) if op.slices and op.slices[0]]
+    assert names == ["aten._to_copy", "aten.sub", "aten.where"]
+    packed = torch.arange(1, 17, dtype=torch.uint8)
+    assert digest(packed.view(torch.float4_e2m1fn_x2)) == digest(packed)
+
+
+@pytest.mark.parametrize("place", ["copied", "rounded"])
+def test_rows_that_are_written_in_place_by_a_piece_are_named(place: str) -> None:
+    x = torch.randn(8, 16)
+    row = Place(s=8, b=1, at=5, sequence=0, queries=8, query=5, position=5, start=0)
+
+    def clean() -> Tensor:
+        return x * 2 + 1
+
+    def broken() -> Tensor:
+        y = x * 2
+        if place == "copied":
+            y[5:6] = y[4:5]  # the neighbour's row
+        else:
+            y[4:6] = y[4:6].to(torch.float8_e4m3fn).float()
+        return y + 1
+
+    left, right = ([_op(op) for op in traced(row, run)] for run in (clean, broken))
+    _, first = align(left, right, ((), ()), ([digest(clean()[5])], [digest(broken()[5])])).first
+    assert first is not None
+    assert first.name == "aten.copy_"
 
 
 def test_place_of_a_row() -> None:

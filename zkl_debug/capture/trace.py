@@ -210,6 +210,8 @@ class OpTrace(TorchDispatchMode):
         if (first.is_floating_point() or first.dtype == torch.uint8) and first.numel() and related:
             for number, place in enumerate(self._places):
                 found = _digests(first, place)
+                if not found and number == 0:
+                    found = self._row_behind(written)
                 op.slices.append(frozenset(found))
                 if number == 0:
                     op.values = found
@@ -219,6 +221,21 @@ class OpTrace(TorchDispatchMode):
         span = self._ranges.get(tensor.untyped_storage().data_ptr())
         low, high = _extent(tensor)
         return span is not None and low < span[1] and span[0] < high
+
+    def _row_behind(self, written: Sequence[Tensor]) -> dict[str, NDArray[np.float64]]:
+        """The first row of what was written into, where only a piece was written that does not tell which part is the
+        row's: rows that are copied over others, or rounded in place."""
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            span = self._ranges.get(storage.data_ptr())
+            if span is None or not self._covers(tensor):
+                continue
+            size = tensor.element_size()
+            row = tensor.new_empty(0).set_(storage, span[0] // size, ((span[1] - span[0]) // size,), (1,))
+            told = value_digest(row)
+            if told is not None:
+                return {told[0]: told[1]}
+        return {}
 
     def _note_range(self, tensor: Tensor) -> None:
         """Which bytes of a storage are the first row's, where its rows lie one behind the other."""
