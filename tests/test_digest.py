@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zkl_debug import digest, digest_int8
+from zkl_debug import digest, digest_int8, digest_torch
 from zkl_debug.digest_torch import digest_tensor, row_bytes
 
 GAMMA, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -342,3 +342,15 @@ def test_digest_module_does_not_import_torch() -> None:
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not [name for name in names if name.startswith("torch")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "offset"), [(1, 9001, 0), (3, 130, 7), (2, 64, (1 << 22) - 20), (5, 3, 1 << 40)]
+)
+def test_sums_on_a_device_are_those_of_the_host(
+    rows: int, width: int, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block by block, with weights that the device makes itself."""
+    monkeypatch.setattr(digest_torch, "_BLOCK_LANES", 64)
+    raw = np.random.default_rng(rows).integers(0, 256, (rows, width), np.uint8)
+    assert np.array_equal(digest_torch._device_digest(torch.from_numpy(raw), offset), digest.digest_rows(raw, offset))

@@ -182,10 +182,22 @@ def _device_digest(raw: torch.Tensor, lane_offset: int) -> U64:
     cols = min(width, _BLOCK_LANES)
     step = max(1, _BLOCK_LANES // cols)
     for start in range(0, width, cols):
-        table = torch.from_numpy(digest.weights(lane_offset + start, min(cols, width - start)).view(np.int64).copy())
-        table = table.to(raw.device)
+        table = _device_weights(lane_offset + start, min(cols, width - start), raw.device)
         for row in range(0, rows, step):
             block = lanes[row : row + step, start : start + cols].to(torch.int64)
             for k in (0, 1):
                 total[row : row + step, k] += (block * table[k]).sum(1)
     return np.asarray(total.cpu().numpy()).view(np.uint64)
+
+
+def _device_weights(start: int, count: int, device: torch.device) -> torch.Tensor:
+    """:func:`zkl_debug.digest.weights` made on a device, int64 [2, count]: sending them would take longer."""
+    factors = tuple(int(f.astype(np.int64)) for f in (digest._GAMMA, digest._MIX_1, digest._MIX_2))
+    state = torch.arange(start + 1, start + count + 1, device=device) * factors[0]
+    seeds = np.array(digest.SEEDS, np.uint64).view(np.int64).tolist()
+    table = torch.stack([state + seed for seed in seeds])
+    for shift, factor in ((30, factors[1]), (27, factors[2]), (31, 1)):
+        table ^= (table >> shift) & ((1 << (64 - shift)) - 1)  # a shift of signed numbers keeps the sign
+        if factor != 1:
+            table *= factor
+    return table | 1
