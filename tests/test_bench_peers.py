@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,38 @@ def test_changes_are_in_place_and_small(case: str) -> None:
 )
 def test_answers(told: Told, alarm: bool, expected: str) -> None:
     assert answer("K2", told, alarm) == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ("decoder.layers.1.mlp/unpermute:out.0", "names it"),
+        ("decoder.layers.1.mlp:0#0", "names the module round it"),
+        ("aten::index_add in decoder.layers.1.mlp", "names the module round it"),
+        ("Tensor.index_add.3.forward:0 in Module.decoder.layers.1.mlp.MoELayer.forward.0", "names the module round it"),
+        ("decoder.layers.1.mlp.router:0#0", "names another"),
+        ("decoder.layers.1:0#0", "names another"),
+        ("decoder.layers.11.mlp:0#0", "names another"),
+    ],
+)
+def test_answers_inside_a_module(first: str, expected: str) -> None:
+    """A tool that sees modules alone can name the mixture of experts, not what happens in it."""
+    assert answer("K7", Told(5, 1, first)) == expected
+
+
+def test_what_msprobe_names_is_told_with_its_module(tmp_path: Path) -> None:
+    """Its dump lists the function before the module that called it: a user reads both."""
+    for side, md5 in (("a", "11"), ("b", "22")):
+        folder = tmp_path / side / "step0" / "proc1"
+        folder.mkdir(parents=True)
+        call, module = "Functional.linear.0.forward", "Module.decoder.layers.0.self_attention.linear_qkv.Col.forward.0"
+        value = {"output": [{"shape": [2], "dtype": "torch.float32", "md5": md5}]}
+        (folder / "dump.json").write_text(json.dumps({"data": {call: value, module: value}}))
+        (folder / "construct.json").write_text(json.dumps({call: module, module: None}))
+    told = TOOLS["msprobe"].compare(tmp_path / "a", tmp_path / "b")
+    assert (told.compared, told.differ) == (2, 2)
+    assert answer("K2", told) == "names it"
+    assert TOOLS["msprobe"].compare(tmp_path / "a", tmp_path / "a").first == ""
 
 
 def test_a_tool_that_is_not_installed_is_said_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

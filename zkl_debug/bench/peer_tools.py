@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,17 @@ def _msprobe_entries(folder: Path) -> list[Entry]:
     return found
 
 
+def _msprobe_compare(a: Path, b: Path) -> Told:
+    """By name and call, as its own comparison does; what is named first is told with the module that called it."""
+    told = _told(_msprobe_entries(a), _msprobe_entries(b))
+    call = told.first.rpartition(":")[0]
+    for path in sorted(a.rglob("construct.json")):
+        parent = json.loads(path.read_text()).get(call)
+        if isinstance(parent, str):
+            return replace(told, first=f"{told.first} in {parent}")
+    return told
+
+
 # This package.
 
 
@@ -216,9 +227,7 @@ def _zkl_compare(a: Path, b: Path) -> Told:
 
 TOOLS: dict[str, Tool] = {
     "zkl-debug": Tool("zkl-debug", "zkl-debug", _zkl_observe, _zkl_compare),
-    "msprobe": Tool(
-        "msprobe", "mindstudio-probe", _msprobe_observe, lambda a, b: _told(_msprobe_entries(a), _msprobe_entries(b))
-    ),
+    "msprobe": Tool("msprobe", "mindstudio-probe", _msprobe_observe, _msprobe_compare),
     "debugmode-norm": Tool("torch DebugMode, norm", "torch", _debug_observe("norm"), _debug_compare),
     "debugmode-xor": Tool("torch DebugMode, hash_tensor", "torch", _debug_observe("hash_tensor"), _debug_compare),
     "pt-hooks": Tool("forward hooks, .pt files", "torch", _pt_observe, _pt_compare),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ RIGHT = {
     "K7": ("layers.1.mlp/unpermute", "layers.1.mlp.token_dispatcher"),
     **dict.fromkeys(INJECTIONS, (TARGET.removeprefix("decoder."),)),
 }
+#: The module round it, by case, where the right answer is inside a module that tools of modules see as one.
+AROUND = {"K7": re.compile(r"(^|\.)layers\.1\.mlp([:#\s]|\.MoELayer\b|$)")}
 
 
 def bench_peers(
@@ -87,7 +90,8 @@ def _compare(key: str, a: Path, b: Path) -> Told:
 
 
 def answer(case: str, told: Told, alarm: bool = False) -> str:
-    """A verdict on what a tool told: ``names it``, ``names another``, ``misses``, ``cannot compare``.
+    """A verdict on what a tool told: ``names it``, ``names the module round it``, ``names another``, ``misses``,
+    ``cannot compare``.
 
     Args:
         case: what was put in.
@@ -101,7 +105,9 @@ def answer(case: str, told: Told, alarm: bool = False) -> str:
     if alarm:
         return "differs without it too"
     named = told.first.replace("Module.module.", "").replace("Module.", "")
-    return "names it" if any(right in named for right in RIGHT[case]) else "names another"
+    if any(right in named for right in RIGHT[case]):
+        return "names it"
+    return "names the module round it" if case in AROUND and AROUND[case].search(named) else "names another"
 
 
 def _alarm(told: Told) -> str:
