@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from zkl_debug.bench import peers_bench
+from zkl_debug.bench import peer_run, peers_bench
 from zkl_debug.bench.peer_run import INJECTIONS, _change
 from zkl_debug.bench.peer_tools import TOOLS, Told
 from zkl_debug.bench.peers_bench import answer, bench_peers, table
@@ -119,3 +119,35 @@ def test_a_tool_that_is_not_installed_is_said_to_be_left_out(monkeypatch: pytest
 def test_unknown_tools_are_refused() -> None:
     result = CliRunner().invoke(command, ["peers", "--tool", "nsys"], standalone_mode=False)
     assert isinstance(result.exception, UsageError)
+
+
+@pytest.mark.parametrize("case", INJECTIONS)
+@pytest.mark.parametrize("tool", ["pt-hooks", "debugmode-norm", "debugmode-xor"])
+def test_a_change_is_below_the_tool_and_moves_rows_alone(
+    tool: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_run, "TARGET", "one")
+    net, x = Net(), torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    results, told = {}, {}
+    for name in ("", case):
+        (tmp_path / f"run{name}").mkdir()
+        with (
+            torch.no_grad(),
+            peer_run._products(net, name) as count,
+            TOOLS[tool].observe(net, tmp_path / f"run{name}"),
+        ):
+            results[name] = [net(x), net(x)]
+        told[name] = TOOLS[tool].compare(tmp_path / "run", tmp_path / f"run{name}")
+        assert count == [1 if name else 0]  # the first call alone
+    assert told[""].differ == 0
+    assert torch.equal(results[""][1], results[case][1])
+    expected = net.one(x).detach().clone()
+    _change(expected, case)
+    assert torch.equal(results[case][0], net.two(expected))
+    assert told[case].why_not == ""  # the same operators in both
+    if tool == "pt-hooks":
+        assert told[case].first == "one:0#0"
+    elif case == "permuted-row":  # neither a sum of magnitudes nor an exclusive or sees an order, and rows stay apart
+        assert told[case].differ == 0
+    else:  # the same for signs in pairs, until they are added up
+        assert "Net.two" in told[case].first

@@ -35,6 +35,13 @@ class GpuDigest(Protocol):
         """Whether :meth:`launch` of such a view loads nothing, so that it can be recorded into a graph."""
 
 
+def target(view: LaneView, out: int, dest: int) -> Target:
+    """One of the views of :meth:`GpuDigest.launch_all`; arguments as those of :meth:`GpuDigest.launch`."""
+    from zkl_debug.digest_cuda import Target
+
+    return Target(view, out, dest)
+
+
 class _Cuda:
     name = "cuda"
 

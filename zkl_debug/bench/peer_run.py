@@ -8,6 +8,7 @@ import shutil
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ def record(tool: Tool, case: str, folder: Path) -> Json:
         for side in ("gen", "train"):
             (folder / side).mkdir(parents=True)
             run = context.run_gen if side == "gen" else context.run_train
-            inject = case in INJECTIONS and side == "train"
-            with context.side(side), _injected(context.model, case) if inject else contextlib.nullcontext([0]) as count:
+            put_in = case if side == "train" else ""
+            with context.side(side), _products(context.model, put_in) as count:
                 with tool.observe(context.model, folder / side):
                     run()
                 changed += count[0]
@@ -58,41 +59,52 @@ def record(tool: Tool, case: str, folder: Path) -> Json:
 
 
 @contextlib.contextmanager
-def _injected(model: Any, case: str) -> Iterator[list[int]]:
-    """Change the first result of the target's product, below every tool: as if the kernel had given it."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
+def _products(model: Any, case: str) -> Iterator[list[int]]:
+    """A matrix product of our own under every tool, that changes what the target's first call gives in an injection.
 
-    weight = dict(model.named_modules())[TARGET].weight
-    place = weight.untyped_storage().data_ptr()
+    It is the same kernel otherwise, and the same in runs that nothing is put into. A layer's product may be several,
+    over parts of K, whose sum is the result: all of them are changed alike, and so is the result. Yields how many.
+    """
+    import torch
+
+    state = {"inside": False, "done": False}
     count = [0]
 
-    class Change(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            tensors = [x for x in args if isinstance(x, torch.Tensor)]
-            reads = any(x.untyped_storage().data_ptr() == place for x in tensors)
-            is_new = isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != place
-            if reads and is_new and len(tensors) > 1 and not count[0] and out.numel() >= 4:
-                _change(out, case)
-                count[0] += 1
-            return out
+    def product(a: Any, b: Any) -> Any:
+        out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype)
+        torch.ops.aten.mm.out(a, b, out=out)
+        if state["inside"]:
+            _change(out, case)
+            count[0] += 1
+        return out
 
-    with Change():  # type: ignore[no-untyped-call]
+    def enter(*_: Any) -> None:
+        state["inside"] = case in INJECTIONS and not state["done"]
+
+    def leave(*_: Any) -> None:
+        state["done"] |= state["inside"]
+        state["inside"] = False
+
+    target = dict(model.named_modules())[TARGET] if case in INJECTIONS else None
+    hooks = [] if target is None else [target.register_forward_pre_hook(enter), target.register_forward_hook(leave)]
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced is meant
+        library.impl("mm", product, "CPU")
+    try:
         yield count
+    finally:
+        library._destroy()
+        for hook in hooks:
+            hook.remove()
 
 
-def _change(out: Any, case: str) -> None:
-    import torch
-
-    rows = out.reshape(-1, out.shape[-1])
+def _change(rows: Any, case: str) -> None:
     if case == "permuted-row":
         rows[[1, 2]] = rows[[2, 1]]
     else:
         rows[1, 3].neg_()
         rows[1, 5].neg_()
-    assert rows.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
-    assert not torch.isnan(rows).any()
 
 
 def cost(tool: Tool, folder: Path) -> Json:

@@ -130,13 +130,17 @@ def _debug_observe(hash_fn: str) -> Callable[[Any, Path], contextlib.AbstractCon
 
         with DebugMode(record_nn_module=True, record_stack_trace=False) as mode, mode.log_tensor_hashes(hash_fn):
             yield
-        module, lines = "", []
+        inside: list[tuple[int, str]] = []  # what its log shows by indenting: (depth, module)
+        lines = []
         for call in mode.logs:
             kind = type(call).__name__
+            while inside and inside[-1][0] >= call.call_depth:
+                inside.pop()
             if kind == "_AnnotateCall":
-                module = str(getattr(call, "tag", ""))
+                inside.append((call.call_depth, str(getattr(call, "tag", ""))))
                 continue
             log = getattr(call, "log", None) or {}
+            module = inside[-1][1] if inside else ""
             lines.append(json.dumps([str(getattr(call, "op", kind)), module, repr(log.get("hash"))]))
         (folder / "log.jsonl").write_text("\n".join(lines))
 

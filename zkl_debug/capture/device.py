@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.layout import I64, RowView, raw_bits
-from zkl_debug.digest_gpu import digest_device, gpu_digest
+from zkl_debug.digest_gpu import digest_device, gpu_digest, target
 from zkl_debug.lanes import lane_view
 
 #: Digests of a chunk: 16 MiB.
@@ -133,11 +133,9 @@ class Kernels:
             kernel, view, out, dest = jobs[0]
             kernel.launch(view, out, 0 if dest is None else dest.data_ptr())
             return
-        from zkl_debug.digest_cuda import Target
-
         for _, group in itertools.groupby(jobs, key=lambda job: id(job[0])):
             several = list(group)
-            targets = [Target(v, out, 0 if dest is None else dest.data_ptr()) for _, v, out, dest in several]
+            targets = [target(v, out, 0 if dest is None else dest.data_ptr()) for _, v, out, dest in several]
             several[0][0].launch_all(targets)
 
     def again(self, tensor: torch.Tensor, rows: int) -> Again | None:
