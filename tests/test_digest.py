@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zkl_debug import digest, digest_int8, digest_torch
-from zkl_debug.digest_torch import digest_tensor, row_bytes
+from zkl_debug.digest_torch import digest_tensor, digest_wholes, row_bytes
 
 GAMMA, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -354,3 +354,21 @@ def test_sums_on_a_device_are_those_of_the_host(
     monkeypatch.setattr(digest_torch, "_BLOCK_LANES", 64)
     raw = np.random.default_rng(rows).integers(0, 256, (rows, width), np.uint8)
     assert np.array_equal(digest_torch._device_digest(torch.from_numpy(raw), offset), digest.digest_rows(raw, offset))
+
+
+def test_tensors_digested_together_have_the_digests_they_have_alone() -> None:
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(0,), (1,), (7, 3), (4096, 64), (1 << 14, 3), (3, 5, 11111), (1 << 18,), (1 << 18, 5), (65537,), (16385,)]
+    tensors: list[torch.Tensor] = []
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        for size in sizes:
+            value = torch.randint(0, 256, (*size, torch.empty((), dtype=dtype).element_size()), generator=generator)
+            tensors.append(value.to(torch.uint8).view(dtype).reshape(size))
+    tensors += [tensors[3].t(), tensors[5][:, :, ::3], tensors[3], torch.nn.Parameter(tensors[3])]
+    expected = [tuple(int(h) for h in digest_tensor(t.contiguous().reshape(1, -1), 1)[0]) for t in tensors if t.numel()]
+    found = digest_wholes(tensors)
+    assert [d for d, t in zip(found, tensors, strict=True) if t.numel()] == expected
+    assert {d for d, t in zip(found, tensors, strict=True) if not t.numel()} == {(0, 0)}
+    assert digest_wholes([]) == []
+    with torch.inference_mode():
+        assert digest_wholes([t.clone() for t in tensors]) == found

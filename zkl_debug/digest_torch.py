@@ -8,6 +8,7 @@ made.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +25,7 @@ from zkl_debug.schema import U64
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BLOCK_LANES = 1 << 22  # lanes a block on an accelerator
+_WHOLE_BYTES = 1 << 16  # bytes of each tensor that are digested together
 
 
 class _Unobserved:
@@ -98,6 +100,42 @@ def _product_digest(t: torch.Tensor, rows: int, lane_offset: int) -> U64 | None:
         except RuntimeError:  # elements smaller than a lane, and no whole number of lanes without a gap
             return None
         return digest_int8.digest_lanes(lanes, lane_offset)
+
+
+def digest_wholes(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Digest of each tensor read as one row, like ``digest_tensor(t, 1)`` of it.
+
+    The weights of a lane cost more than the lane itself. Here they are worked out once for all tensors of a CPU, so
+    that a model costs about as much as its largest tensor does alone.
+    """
+    found: list[tuple[int, int]] = [(0, 0)] * len(tensors)
+    rows: dict[int, NDArray[np.uint8]] = {}
+    kept = []  # what the rows are views of
+    for place, tensor in enumerate(tensors):
+        if not tensor.numel():
+            continue
+        flat = tensor.detach().contiguous().reshape(1, -1)
+        raw = _plain_bytes(flat, 1) if _plain_size(flat) >= _WHOLE_BYTES else None
+        if raw is None:
+            digest_ = digest_tensor(flat, 1)[0]
+            found[place] = int(digest_[0]), int(digest_[1])
+        else:
+            rows[place] = raw[0]
+            kept.append(flat)
+    total = {place: np.zeros(2, np.uint64) for place in rows}
+    for start in range(0, max((len(row) for row in rows.values()), default=0), _WHOLE_BYTES):
+        live = [place for place, row in rows.items() if len(row) > start]
+        block = np.zeros((len(live), min(_WHOLE_BYTES, max(len(rows[p]) for p in live) - start)), np.uint8)
+        for line, place in zip(block, live, strict=True):
+            part = rows[place][start : start + _WHOLE_BYTES]
+            line[: len(part)] = part  # the lanes behind are zero, and add nothing
+        for place, digest_ in zip(
+            live, digest_tensor(torch.from_numpy(block), len(live), start // digest.LANE_BYTES), strict=True
+        ):
+            total[place] += digest_
+    for place, digest_ in total.items():
+        found[place] = int(digest_[0]), int(digest_[1])
+    return found
 
 
 def row_bytes(t: torch.Tensor, rows: int) -> NDArray[np.uint8]:

@@ -87,14 +87,14 @@ def _products(model: Any, case: str) -> Iterator[list[int]]:
 
     target = dict(model.named_modules())[TARGET] if case in INJECTIONS else None
     hooks = [] if target is None else [target.register_forward_pre_hook(enter), target.register_forward_hook(leave)]
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is replaced is meant
-        library.impl("mm", product, "CPU")
+        library.impl("mm", product, "CPU")  # type: ignore[no-untyped-call]
     try:
         yield count
     finally:
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
         for hook in hooks:
             hook.remove()
 

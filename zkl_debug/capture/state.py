@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zkl_debug.capture.layout import dtype_name
-from zkl_debug.digest_torch import digest_tensor
+from zkl_debug.digest_torch import digest_tensor, digest_wholes
 from zkl_debug.schema import Json, StateRecord
 
 
@@ -58,13 +58,17 @@ def model_state(model: nn.Module, part_of: PartOf | None = None) -> list[StateRe
         part_of: tells name and place of a parameter or buffer in the whole model.
     """
     with torch.no_grad(), _disable_current_modes():
-        records = []
-        for local, kind, tensor in _named(model):
-            if not allocated(tensor):
-                continue
-            part = TensorPart(local) if part_of is None else part_of(local, tensor)
-            records.append(_record(part.name, kind, tensor) if part.shape is None else _part(part, kind, tensor))
-        return records
+        named = [entry for entry in _named(model) if allocated(entry[2])]
+        # A model's tensors, one digest each, tied ones once; a rank's parts lie at places of their own in the whole.
+        parts = [TensorPart(local) if part_of is None else part_of(local, tensor) for local, _, tensor in named]
+        whole = {id(tensor): tensor for (_, _, tensor), part in zip(named, parts, strict=True) if part.shape is None}
+        digests = dict(zip(whole, digest_wholes(list(whole.values())), strict=True))
+        return [
+            _part(part, kind, tensor)
+            if part.shape is not None
+            else _record(part.name, kind, tensor, digests[id(tensor)])
+            for (_, kind, tensor), part in zip(named, parts, strict=True)
+        ]
 
 
 def allocated(tensor: torch.Tensor) -> bool:
@@ -87,7 +91,9 @@ def _part(part: TensorPart, kind: str, tensor: torch.Tensor) -> StateRecord:
     width = part.shape[part.axis] * inner  # elements between two rows of the axis
     bounds = [n * inner * tensor.element_size() for span in part.spans for n in span] + [width * tensor.element_size()]
     if any(n % 4 for n in bounds):
-        return replace(_record(part.name, kind, tensor), detail={"shard": shard | {"adds": False}})
+        return replace(
+            _record(part.name, kind, tensor, tensor_digest(tensor)), detail={"shard": shard | {"adds": False}}
+        )
     rows = tensor.detach().cpu().contiguous().reshape(math.prod(part.shape[: part.axis]), -1)
     low = high = 0
     for i in range(rows.shape[0]):
@@ -97,8 +103,8 @@ def _part(part: TensorPart, kind: str, tensor: torch.Tensor) -> StateRecord:
             digest = digest_tensor(rows[i : i + 1, at : at + count * inner], 1, lane)
             low, high = low + int(digest[0, 0]), high + int(digest[0, 1])
             at += count * inner
-    record = _record(part.name, kind, tensor)
-    return replace(record, digest=(low % (1 << 64), high % (1 << 64)), detail={"shard": shard | {"adds": True}})
+    record = _record(part.name, kind, tensor, (low % (1 << 64), high % (1 << 64)))
+    return replace(record, detail={"shard": shard | {"adds": True}})
 
 
 def notices_mutation() -> bool:
@@ -122,7 +128,5 @@ def _named(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield name, "buffer", buffer
 
 
-def _record(name: str, kind: str, tensor: torch.Tensor) -> StateRecord:
-    return StateRecord(
-        name, kind, dtype_name(tensor), tuple(tensor.shape), tensor_digest(tensor), data_ptr=tensor.data_ptr()
-    )
+def _record(name: str, kind: str, tensor: torch.Tensor, digest: tuple[int, int]) -> StateRecord:
+    return StateRecord(name, kind, dtype_name(tensor), tuple(tensor.shape), digest, data_ptr=tensor.data_ptr())
