@@ -15,6 +15,7 @@ from zkl_debug.bench.peer_tools import TOOLS, Told
 from zkl_debug.bench.peers_bench import answer, bench_peers, table
 from zkl_debug.cli.bench import command
 from zkl_debug.errors import UsageError
+from zkl_debug.stack.switches import switch
 
 
 class Net(torch.nn.Module):
@@ -133,6 +134,7 @@ def test_a_change_is_below_the_tool_and_moves_rows_alone(
         (tmp_path / f"run{name}").mkdir()
         with (
             torch.no_grad(),
+            switch("gemm-row-tiles").apply(),
             peer_run._products(net, name) as count,
             TOOLS[tool].observe(net, tmp_path / f"run{name}"),
         ):
@@ -141,9 +143,10 @@ def test_a_change_is_below_the_tool_and_moves_rows_alone(
         assert count == [1 if name else 0]  # the first call alone
     assert told[""].differ == 0
     assert torch.equal(results[""][1], results[case][1])
-    expected = net.one(x).detach().clone()
-    _change(expected, case)
-    assert torch.equal(results[case][0], net.two(expected))
+    with torch.no_grad(), switch("gemm-row-tiles").apply():
+        expected = net.one(x).clone()
+        _change(expected, case)
+        assert torch.equal(results[case][0], net.two(expected))
     assert told[case].why_not == ""  # the same operators in both
     if tool == "pt-hooks":
         assert told[case].first == "one:0#0"

@@ -8,7 +8,6 @@ import shutil
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,23 +59,26 @@ def record(tool: Tool, case: str, folder: Path) -> Json:
 
 @contextlib.contextmanager
 def _products(model: Any, case: str) -> Iterator[list[int]]:
-    """A matrix product of our own under every tool, that changes what the target's first call gives in an injection.
+    """Put an injection into what the target's first call gives, below every tool: inside the kernel of the product.
 
-    It is the same kernel otherwise, and the same in runs that nothing is put into. A layer's product may be several,
-    over parts of K, whose sum is the result: all of them are changed alike, and so is the result. Yields how many.
+    With the stack on that kernel is the stack's own, which torch calls like any other. A layer's product may be
+    several, over parts of K, whose sum is the result: all are changed alike, and so is the result. Yields how many.
     """
-    import torch
+    from zkl_debug.engines.patching import patched
+    from zkl_debug.stack.rowwise import TiledMatmul
 
     state = {"inside": False, "done": False}
     count = [0]
 
-    def product(a: Any, b: Any) -> Any:
-        out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype)
-        torch.ops.aten.mm.out(a, b, out=out)
-        if state["inside"]:
-            _change(out, case)
-            count[0] += 1
-        return out
+    def wrap(original: Any) -> Any:
+        def product(self: Any, a: Any, b: Any) -> Any:
+            out = original(self, a, b)
+            if state["inside"]:
+                _change(out, case)
+                count[0] += 1
+            return out
+
+        return product
 
     def enter(*_: Any) -> None:
         state["inside"] = case in INJECTIONS and not state["done"]
@@ -87,14 +89,10 @@ def _products(model: Any, case: str) -> Iterator[list[int]]:
 
     target = dict(model.named_modules())[TARGET] if case in INJECTIONS else None
     hooks = [] if target is None else [target.register_forward_pre_hook(enter), target.register_forward_hook(leave)]
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is replaced is meant
-        library.impl("mm", product, "CPU")  # type: ignore[no-untyped-call]
     try:
-        yield count
+        with patched(TiledMatmul, "__call__", wrap):
+            yield count
     finally:
-        library._destroy()  # type: ignore[no-untyped-call]
         for hook in hooks:
             hook.remove()
 
