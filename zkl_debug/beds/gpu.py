@@ -5,7 +5,6 @@ What such a bed lacks on a machine is said before anything is built; the same co
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ import numpy as np
 from zkl_debug.beds.bed import Bed, BedOptions
 from zkl_debug.beds.faults import FAULTS
 from zkl_debug.errors import UsageError
+from zkl_debug.stack.applying import variables_put_back
 from zkl_debug.stack.switches import Switch, applied, check_together, switch
 
 if TYPE_CHECKING:
@@ -132,15 +132,10 @@ def open_gpu_bed(options: BedOptions, known: Bed) -> Iterator[BedContext]:
 @contextmanager
 def _attention_choice() -> Iterator[None]:
     """megatron-core sets these by the model's attention backend, and refuses a model that would set them otherwise."""
-    before = {name: os.environ.get(name) for name in _CHOICE}
     try:
-        yield
+        with variables_put_back(_CHOICE):
+            yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
         transformer_engine = sys.modules.get(_TE_ATTENTION)
         if transformer_engine is not None:  # it remembers which it chose
             transformer_engine._attention_backends["backend_selection_requires_update"] = True

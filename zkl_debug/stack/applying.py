@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -105,6 +105,20 @@ def by_config(name: str, config_class: str, values: Mapping[str, Any], **fields:
     return Switch(name=name, apply=_marked(name, body), effective=effective, read=read, needs=needs, **fields)
 
 
+@contextmanager
+def variables_put_back(names: Iterable[str]) -> Iterator[None]:
+    """Environment variables are afterwards what they were before, set or not."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def by_variables(name: str, values: Mapping[str, str], read_by: str, **fields: Any) -> Switch:
     """A switch that sets environment variables.
 
@@ -119,18 +133,11 @@ def by_variables(name: str, values: Mapping[str, str], read_by: str, **fields: A
 
     @contextmanager
     def body() -> Iterator[None]:
-        before = {key: os.environ.get(key) for key in values}
-        already = all(before[key] == value for key, value in values.items())
+        already = all(os.environ.get(key) == value for key, value in values.items())
         late["text"] = "" if already else _read_already(read_by)
-        os.environ.update(values)
-        try:
+        with variables_put_back(values):
+            os.environ.update(values)
             yield
-        finally:
-            for key, value in before.items():
-                if value is None:
-                    os.environ.pop(key, None)
-                else:
-                    os.environ[key] = value
 
     def read(_model: Any) -> Reading:
         if not is_marked(name):
