@@ -55,19 +55,16 @@ class _Window:
         if chain is None or state is None or own is None or state.shape[1] % own.shape[1]:
             return ()
         columns = state.reshape(own.shape[1], -1).T
-        position = len(chain) - 1
-        found = []
-        for at, column in enumerate(columns, position - len(columns)):
-            expected = (
-                values(self.comparison, self.inputs, chain[at : at + 1]) if at >= 0 else np.zeros((1, len(column)))
-            )
-            if expected is None:
-                return ()
-            if not np.array_equal(expected[0], column):
-                if column.any():
-                    return ()
-                found.append(at)
-        return tuple(found)
+        first = len(chain) - 1 - len(columns)  # position of the oldest input, below 0 in front of the sequence
+        there = chain[max(0, first) : -1]
+        held = values(self.comparison, self.inputs, there) if len(there) else np.zeros((0, own.shape[1]))
+        if held is None:
+            return ()
+        expected = np.concatenate([np.zeros((len(columns) - len(held), own.shape[1])), held])
+        other = (expected != columns).any(1)
+        if columns[other].any():
+            return ()
+        return tuple((first + np.flatnonzero(other)).tolist())
 
 
 class _Reader:
