@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from ray_workers import alive
 
 from zkl_debug.beds.bed import BedOptions
 from zkl_debug.beds.client import ForkServer
@@ -238,13 +239,6 @@ def _spec(tmp_path: Path, kind: str, name: str = "") -> Spec:
     return Spec(BedOptions(fault=kind), folder)
 
 
-def _alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-
-
 def _pids(folder: Path) -> list[int]:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
@@ -257,9 +251,9 @@ def _pids(folder: Path) -> list[int]:
 
 def _gone(pids: list[int]) -> bool:
     deadline = time.monotonic() + 20
-    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not any(_alive(pid) for pid in pids)
+    return not any(alive(pid) for pid in pids)
 
 
 def test_runs_are_isolated_and_their_ends_are_told_apart(server: ForkServer, tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ import pickle
 import shutil
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from ray_workers import alive, children, killing, two_workers  # noqa: F401
 
 from zkl_debug.bench.measure import run_measured, zkl_command
 from zkl_debug.bisect.driver import bisect_switches
@@ -82,29 +81,15 @@ def test_a_tied_command_ends_with_its_parent(tmp_path: Path) -> None:
         finally:
             os._exit(0)
     deadline = time.monotonic() + 20
-    while not (children := _children(pid)) and time.monotonic() < deadline:
+    while not (started := children(pid)) and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.5)  # until it has tied itself
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert children
-    while any(_alive(child) for child in children) and time.monotonic() < deadline:
+    assert started
+    while any(alive(child) for child in started) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not any(_alive(child) for child in children)
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += [int(child) for child in listing.read_text().split()]
-    return found
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    assert not any(alive(child) for child in started)
 
 
 def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,18 +109,9 @@ def test_the_words_of_a_command_without_ray() -> None:
 # With Ray: slow to start.
 
 
-@pytest.fixture(scope="module")
-def two_workers() -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
 @pytest.mark.slow
-def test_same_answer_and_same_journal(tmp_path: Path, two_workers: None) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("two_workers")
+def test_same_answer_and_same_journal(tmp_path: Path) -> None:
     expected = local(tmp_path / "local")
     assert expected.minimal == ("s1", "s3")
     away = tmp_path / "ray"
@@ -150,37 +126,21 @@ def test_same_answer_and_same_journal(tmp_path: Path, two_workers: None) -> None
 
 
 @pytest.mark.slow
-def test_a_killed_worker_loses_nothing(
-    tmp_path: Path,
-    two_workers: None,  # noqa: ARG001
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("two_workers")
+def test_a_killed_worker_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = local(tmp_path / "local")
     seen = tmp_path / "seen"
     seen.mkdir()
     monkeypatch.setenv("SLOW", str(seen))
-    killed: list[int] = []
-    over = threading.Event()
 
-    def kill_some() -> None:
-        while not over.is_set() and len(killed) < 2:
-            for note in list(seen.iterdir()):
-                worker = int(note.read_text() or 0)
-                if worker and _alive(worker) and worker not in killed:
-                    os.kill(worker, signal.SIGKILL)
-                    killed.append(worker)
-                    break
-            time.sleep(0.05)
+    def running() -> list[int]:
+        noted = [int(note.read_text() or 0) for note in list(seen.iterdir())]
+        return [worker for worker in noted if worker and alive(worker)]
 
-    killer = threading.Thread(target=kill_some)
-    killer.start()
     away = tmp_path / "ray"
-    try:
+    with killing(running, most=2) as killed:
         oracle = RayOracle(CommandOracle(SPACE, COMMAND, away / "runs"), "local")
         found = bisect_switches(SPACE, oracle, journal=away / "journal.jsonl")
-    finally:
-        over.set()
-        killer.join()
     assert len(killed) == 2
     assert found == expected
     stripped = [
@@ -190,7 +150,8 @@ def test_a_killed_worker_loses_nothing(
 
 
 @pytest.mark.slow
-def test_a_whole_command(tmp_path: Path, two_workers: None) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("two_workers")
+def test_a_whole_command(tmp_path: Path) -> None:
     """It starts again from the beginning, in an empty folder, when its worker is lost."""
     script = (
         "import os, pathlib, signal, sys; out = pathlib.Path('out'); assert not out.exists(); out.mkdir();"
@@ -202,7 +163,8 @@ def test_a_whole_command(tmp_path: Path, two_workers: None) -> None:  # noqa: AR
 
 
 @pytest.mark.slow
-def test_workers_that_are_always_lost_are_no_outcome(tmp_path: Path, two_workers: None) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("two_workers")
+def test_workers_that_are_always_lost_are_no_outcome(tmp_path: Path) -> None:
     """Nothing goes into the journal for a run that nobody could make."""
     command = (sys.executable, "-c", "import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
     oracle = RayOracle(CommandOracle(SPACE, command, tmp_path / "runs"), "local")

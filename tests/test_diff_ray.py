@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_workers import descendants, killing, two_workers  # noqa: F401
 
 from zkl_debug import cluster
 from zkl_debug.bench.measure import run_measured, zkl_command
@@ -94,65 +92,29 @@ def test_captures_in_memory_cannot_be_sent() -> None:
 # With Ray: slow to start.
 
 
-@pytest.fixture(scope="module")
-def two_workers() -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
 @pytest.mark.slow
-def test_two_workers_give_the_same_document(pair: Path, two_workers: None) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("two_workers")
+def test_two_workers_give_the_same_document(pair: Path) -> None:
     assert document(pair, runner=RayRunner("local")) == document(pair, runner=in_process)
     first = document(pair, runner=RayRunner("local"), first_only=True)
     assert first == document(pair, runner=in_process, first_only=True)
 
 
 @pytest.mark.slow
-def test_a_killed_worker_loses_nothing(tmp_path: Path, two_workers: None) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("two_workers")
+def test_a_killed_worker_loses_nothing(tmp_path: Path) -> None:
     size = Synthetic(digests=8 * 240 * 4000, ranks=8, layers=8)
     write_side(tmp_path / "train", size, "train")
     write_side(tmp_path / "gen", size, "gen", FLIPS)
     expected = document(tmp_path, runner=in_process)
-    killed: list[int] = []
-    over = threading.Event()
 
-    def kill_one() -> None:
-        while not over.is_set() and not killed:
-            for pid in _descendants(os.getpid()):
-                if "compare_sites" in _title(pid):
-                    time.sleep(0.05)  # let it be in the middle
-                    os.kill(pid, signal.SIGKILL)
-                    killed.append(pid)
-                    break
-            time.sleep(0.01)
+    def comparing() -> list[int]:
+        return [pid for pid in descendants(os.getpid()) if "compare_sites" in _title(pid)]
 
-    killer = threading.Thread(target=kill_one)
-    killer.start()
-    try:
+    with killing(comparing, wait=0.05) as killed:
         found = document(tmp_path, runner=RayRunner("local"))
-    finally:
-        over.set()
-        killer.join()
     assert killed
     assert found == expected
-
-
-def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        for listing in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-            try:
-                children = [int(child) for child in listing.read_text().split()]
-            except OSError:
-                continue
-            found += children
-            waiting += children
-    return found
 
 
 def _title(pid: int) -> str:
