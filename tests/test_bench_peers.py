@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from zkl_debug.bench import peer_run, peers_bench
 from zkl_debug.bench.peer_run import INJECTIONS, _change
-from zkl_debug.bench.peer_tools import TOOLS, Told
+from zkl_debug.bench.peer_tools import TOOLS, Told, _AtOnce, kind
 from zkl_debug.bench.peers_bench import answer, bench_peers, table
 from zkl_debug.cli.bench import command
 from zkl_debug.errors import UsageError
@@ -47,9 +47,9 @@ def test_equal_runs_are_equal_and_changed_ones_differ(tool: str, tmp_path: Path)
             net(x)
     same = TOOLS[tool].compare(tmp_path / "a", tmp_path / "b")
     assert same.compared >= 2
-    assert (same.differ, same.first, same.why_not) == (0, "", "")
+    assert (same.names, same.first, same.why_not) == ((), "", "")
     other = TOOLS[tool].compare(tmp_path / "a", tmp_path / "c")
-    assert other.differ or other.why_not or tool.startswith("debugmode")
+    assert other.names or other.why_not or tool.startswith("debugmode")
 
 
 @pytest.mark.parametrize("case", INJECTIONS)
@@ -68,10 +68,10 @@ def test_changes_are_in_place_and_small(case: str) -> None:
     [
         (Told(why_not="no"), False, "cannot compare"),
         (Told(5), False, "misses"),
-        (Told(5, 1, "decoder.layers.0.self_attention.linear_qkv:0#0"), False, "names it"),
-        (Told(5, 1, "Module.decoder.layers.0.self_attention.linear_qkv.Col.forward.0:0"), False, "names it"),
-        (Told(5, 1, "decoder.layers.0.mlp:0#0"), False, "names another"),
-        (Told(5, 1, "decoder.layers.0.self_attention.linear_qkv:0#0"), True, "differs without it too"),
+        (Told(5, ("decoder.layers.0.self_attention.linear_qkv:0#0",)), False, "names it"),
+        (Told(5, ("Module.decoder.layers.0.self_attention.linear_qkv.Col.forward.0:0",)), False, "names it"),
+        (Told(5, ("decoder.layers.0.mlp:0#0",)), False, "names another"),
+        (Told(5, ("decoder.layers.0.self_attention.linear_qkv:0#0",)), True, "differs without it too"),
     ],
 )
 def test_answers(told: Told, alarm: bool, expected: str) -> None:
@@ -92,7 +92,7 @@ def test_answers(told: Told, alarm: bool, expected: str) -> None:
 )
 def test_answers_inside_a_module(first: str, expected: str) -> None:
     """A tool that sees modules alone can name the mixture of experts, not what happens in it."""
-    assert answer("K7", Told(5, 1, first)) == expected
+    assert answer("K7", Told(5, (first,))) == expected
 
 
 def test_what_msprobe_names_is_told_with_its_module(tmp_path: Path) -> None:
@@ -105,9 +105,24 @@ def test_what_msprobe_names_is_told_with_its_module(tmp_path: Path) -> None:
         (folder / "dump.json").write_text(json.dumps({"data": {call: value, module: value}}))
         (folder / "construct.json").write_text(json.dumps({call: module, module: None}))
     told = TOOLS["msprobe"].compare(tmp_path / "a", tmp_path / "b")
-    assert (told.compared, told.differ) == (2, 2)
+    assert (told.compared, len(told.names)) == (2, 2)
     assert answer("K2", told) == "names it"
     assert TOOLS["msprobe"].compare(tmp_path / "a", tmp_path / "a").first == ""
+
+
+def test_calls_that_differ_between_two_good_runs_are_left_out() -> None:
+    """Whatever layer or call they are of; a difference of another kind stays."""
+    noise = frozenset(map(kind, ["Tensor.narrow.7.forward:0 in Module.decoder.layers.0.self_attention.S.forward.3"]))
+    told = Told(9, ("Tensor.narrow.12.forward:0 in Module.decoder.layers.1.self_attention.S.forward.0", "x.linear:0"))
+    assert told.without(noise) == Told(9, ("x.linear:0",))
+    assert told.without(frozenset()) == told
+
+
+def test_a_check_sum_is_taken_before_the_next_operator() -> None:
+    x = torch.zeros(4)
+    sums = _AtOnce().submit(lambda: x.sum().item())
+    x.add_(1)
+    assert sums.result() == 0
 
 
 def test_a_tool_that_is_not_installed_is_said_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +156,7 @@ def test_a_change_is_below_the_tool_and_moves_rows_alone(
             results[name] = [net(x), net(x)]
         told[name] = TOOLS[tool].compare(tmp_path / "run", tmp_path / f"run{name}")
         assert count == [1 if name else 0]  # the first call alone
-    assert told[""].differ == 0
+    assert told[""].names == ()
     assert torch.equal(results[""][1], results[case][1])
     with torch.no_grad(), switch("gemm-row-tiles").apply():
         expected = net.one(x).clone()
@@ -151,6 +166,6 @@ def test_a_change_is_below_the_tool_and_moves_rows_alone(
     if tool == "pt-hooks":
         assert told[case].first == "one:0#0"
     elif case == "permuted-row":  # neither a sum of magnitudes nor an exclusive or sees an order, and rows stay apart
-        assert told[case].differ == 0
+        assert told[case].names == ()
     else:  # the same for signs in pairs, until they are added up
         assert "Net.two" in told[case].first
