@@ -14,6 +14,7 @@ from torch import nn
 from zkl_debug.capture.api import Capture
 from zkl_debug.capture.device import Again, Kernels
 from zkl_debug.capture.graphs import GraphWatch
+from zkl_debug.capture.late import AUDITED_ROWS, ends_part
 from zkl_debug.capture.rows import FrameRows, make_rows
 from zkl_debug.digest import digest_array, prefix_digests
 from zkl_debug.digest_torch import digest_tensor
@@ -28,14 +29,24 @@ class FakeGraph:
 
     current: FakeGraph | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, keep_graph: bool = False) -> None:
         self.steps: list[Callable[[], None]] = []
+        self.kept = keep_graph
+        self.made = 0
+
+    def raw_cuda_graph(self) -> int:
+        return id(self)
+
+    def instantiate(self) -> None:
+        assert self.kept, "the template is gone"
+        self.made += 1
 
     def capture_begin(self) -> None:
         FakeGraph.current = self
 
     def capture_end(self) -> None:
         FakeGraph.current = None
+        self.made += not self.kept
 
     def replay(self) -> None:
         for step in self.steps:
@@ -61,6 +72,18 @@ class FakeKernels(Kernels):
     def moment(self) -> tuple[int, ...] | None:
         return None if FakeGraph.current is None else (len(FakeGraph.current.steps),)
 
+    def edits(self, graph_class: Any) -> bool:  # noqa: ARG002
+        return True
+
+    def can_wait(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+        return True
+
+    def take_out(self, graph: FakeGraph, nodes: list[int]) -> set[int]:
+        for node in nodes:
+            graph.steps[node - 1] = lambda: None
+        graph.instantiate()
+        return set(nodes)
+
     def ready(self, tensor: torch.Tensor, rows: int) -> bool:  # noqa: ARG002
         return True
 
@@ -83,11 +106,12 @@ class FakeKernels(Kernels):
 
         return step
 
-    def issue(self, jobs: list[Callable[[], None]]) -> None:
+    def issue(self, jobs: list[Callable[[], None]]) -> int:
         if FakeGraph.current is not None:
             FakeGraph.current.steps.append(lambda: self.run(jobs))
-            return
-        self.run(jobs)
+        else:
+            self.run(jobs)
+        return 1
 
     def run(self, jobs: list[Callable[[], None]]) -> None:
         """What one launch does."""
@@ -250,9 +274,9 @@ def test_sites_of_one_hook_go_out_in_one_launch_and_hold_what_launches_of_their_
             super().__init__()
             self.launches: list[int] = []
 
-        def issue(self, jobs: list[Callable[[], None]]) -> None:
+        def issue(self, jobs: list[Callable[[], None]]) -> int:
             self.launches.append(len(jobs))
-            super().issue(jobs)
+            return super().issue(jobs)
 
     model = Model()
     with Capture(model, tmp_path / "c", "gen") as capture:
@@ -281,6 +305,121 @@ def test_sites_of_one_hook_go_out_in_one_launch_and_hold_what_launches_of_their_
     assert np.array_equal(found["a:in.0"], want)
     assert np.array_equal(found["e:in.0"], want)
     assert len({found[f"{name}:in.0"].tobytes() for name in "abcd"}) == 4
+
+
+def _recorded(model: Model, folder: Path) -> Capture:
+    capture = _watched(model, folder)
+    capture.next_rows(_warmup())
+    model.use_graph = True
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    return capture
+
+
+def _steps(count: int) -> list[list[int]]:
+    return [[1 + i % 90, 2 + i % 7, 3, 4 + i % 50] for i in range(count)]
+
+
+def test_launches_that_second_readings_stand_for_are_taken_out_and_the_digests_stay(tmp_path: Path) -> None:
+    model, steps = Model(), _steps(60)
+    capture = _recorded(model, tmp_path / "graph")
+    assert model.graph is not None
+    recorded = len(model.graph.steps)
+    for tokens in steps:
+        _call(model, capture, tokens, graph=True)
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    assert model.graph.made == 2  # once as the program would, once without the launches
+    assert len(model.graph.steps) == recorded
+    eager = Model()
+    capture = _watched(eager, tmp_path / "eager")
+    for tokens in steps:
+        _call(eager, capture, tokens, graph=False)
+    capture.__exit__(None, None, None)
+    want, found = _digests(tmp_path / "eager"), _digests(tmp_path / "graph")
+    assert set(want) == set(found)
+    assert all(np.array_equal(want[name], found[name]) for name in want)
+    with open_capture(tmp_path / "graph") as opened:
+        facts = opened.manifest["graphs"]
+    # Out of layer 0 is the buffer that layer 1 writes over: it is still read when it is there. The other two wait.
+    assert (facts["launches_taken_out"], facts["read_at_once"]) == (2, 1)
+
+
+def test_a_few_replays_are_not_enough_to_take_anything_out(tmp_path: Path) -> None:
+    model = Model()
+    capture = _recorded(model, tmp_path / "c")
+    for tokens in _steps(AUDITED_ROWS // 4 - 1):
+        _call(model, capture, tokens, graph=True)
+        capture.session.flush()
+    _call(model, capture, [1, 2, 3, 4], graph=True)
+    capture.__exit__(None, None, None)
+    assert model.graph is not None
+    assert model.graph.made == 1
+
+
+def test_a_tensor_written_only_now_and_then_is_found_while_both_readings_are_compared(tmp_path: Path) -> None:
+    """The buffer is written over when one token comes by, and left alone otherwise."""
+    model = Model()
+    capture = _recorded(model, tmp_path / "c")
+    graph, late = model.graph, capture.session.graphs
+    assert graph is not None
+    assert late is not None
+    first = next(i for i, step in enumerate(graph.steps) if step.__qualname__.startswith("Layer"))
+    graph.steps.insert(first + 1, lambda: None)
+    static = model.static
+    graph.steps[first + 1] = lambda: _copy(static, static + 1) if static[0, 0, 0] == model.table[7, 0] else None
+    for tokens in _steps(60):
+        _call(model, capture, tokens, graph=True)
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    with open_capture(tmp_path / "c") as opened:
+        assert opened.manifest["graphs"]["read_at_once"] == 2
+
+
+def test_readings_that_part_after_one_was_given_up_are_an_error(tmp_path: Path) -> None:
+    model = Model()
+    capture = _recorded(model, tmp_path / "c")
+    for tokens in _steps(40):
+        _call(model, capture, tokens, graph=True)
+        capture.session.flush()
+    watch = capture.session.graphs
+    assert watch is not None
+    [(late, sites)] = watch._settled
+    late.compare(sites[0].start, np.zeros((1, 2), np.uint64), np.ones((1, 2), np.uint64))
+    capture.__exit__(None, None, None)
+    with open_capture(tmp_path / "c") as opened:
+        probe = opened.manifest["probe"]
+    assert not probe["ok"]
+    assert "layers.0:in" in probe["errors"][0]
+
+
+def test_a_graph_whose_template_the_program_keeps_is_not_edited(tmp_path: Path) -> None:
+    capture = _watched(Model(), tmp_path / "c")
+    watch = capture.session.graphs
+    assert watch is not None
+    mine, other = FakeGraph(keep_graph=True), FakeGraph()
+    assert (mine.kept, other.kept) == (True, True)
+    for graph in (mine, other):
+        graph.capture_begin()
+        assert watch.recording is not None
+        assert (watch.recording.late is None) == (graph is mine)
+        graph.capture_end()
+    assert (mine.made, other.made) == (0, 1)
+    capture.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("decoder.layers.0.mlp", True),
+        ("model.layers.11.self_attn", True),
+        ("layers.0", False),
+        ("layers.0.mlp.linear_fc1", False),
+        ("decoder.layers.0.mlp.experts.local_experts.3", False),
+        ("output_layer", False),
+    ],
+)
+def test_parts_of_a_block(path: str, expected: bool) -> None:
+    assert ends_part(path) == expected
 
 
 def test_two_replays_in_one_frame_are_two_occurrences(tmp_path: Path) -> None:

@@ -193,3 +193,81 @@ def test_a_site_is_read_before_the_next_kernel_writes_over_it(graph: bool, tmp_p
             for port, plus in (("in", i), ("out", i + 1)):
                 got = np.array(found.sites[f"layers.{i}:{port}"].digest)
                 assert np.array_equal(got, digest_array(table[order] + np.float32(plus))), (i, port)
+
+
+class Times(nn.Module):
+    """x -> x * factor, a new tensor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Part(nn.Module):
+    """Three modules of which the second writes over the result of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Times(2.0), InPlace(), Times(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.third(self.second(self.first(x)))
+        return out
+
+
+class Block(nn.Module):
+    """x -> x + 1 in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Part(), Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.two(self.one(x))
+        return out
+
+
+class Blocks(Chain):
+    """Numbered blocks; the result is copied to the static tensor."""
+
+    def __init__(self, layers: int, width: int, device: torch.device) -> None:
+        super().__init__(0, width, device)
+        self.layers = nn.ModuleList([Block() for _ in range(layers)])
+
+    def run(self) -> torch.Tensor:
+        x = self.static
+        for layer in self.layers:
+            x = layer(x)
+        self.static.copy_(x)
+        return x
+
+
+@gpu
+def test_launches_are_taken_out_of_a_real_graph_and_the_digests_stay(tmp_path: Path) -> None:
+    """What is written over keeps its launch; of the others the block's launch is enough. The program's result stays."""
+    device = _need_gpu()
+    steps = [[k, k + 1, k + 2] for k in range(80)]
+    found = {}
+    for name in ("eager", "graph"):
+        model = Blocks(3, 256, device)
+        model.use_graph = name == "graph"
+        with Capture(model, tmp_path / name, "gen", strict=True) as capture:
+            capture.next_rows(warmup_rows((4, 1)))
+            model(torch.zeros(1, 4, dtype=torch.int64, device=device))
+            for tokens in steps:
+                capture.next_rows(_rows(tokens, 4 if name == "graph" else -1))
+                out = model(torch.tensor([[*tokens, 0]], device=device))
+                assert torch.equal(out[:3, 0], model.table[tokens] + 3)
+                capture.session.flush()
+        with open_capture(tmp_path / name) as opened:
+            assert opened.manifest["probe"] == {"ok": True, "errors": []}
+            found[name] = {site: np.array(opened.sites[site].digest) for site in opened.sites}
+            facts = opened.manifest["graphs"]
+    assert set(found["eager"]) == set(found["graph"])
+    for site, want in found["eager"].items():
+        assert np.array_equal(want, found["graph"][site]), site
+    assert facts["launches_taken_out"] > 0
+    assert facts["read_at_once"] >= 6  # out of ``first`` of every part

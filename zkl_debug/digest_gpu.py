@@ -22,8 +22,8 @@ class GpuDigest(Protocol):
     def launch(self, view: LaneView, out: int, dest: int) -> None:
         """Write the digest of row i to row i of ``out`` (int64 [n, 2]), or to row ``dest[i]``, -1 to drop it."""
 
-    def launch_all(self, targets: Sequence[Target]) -> None:
-        """:meth:`launch` of several views, in as few launches as it takes."""
+    def launch_all(self, targets: Sequence[Target]) -> int:
+        """:meth:`launch` of several views, in as few launches as it takes; returns how many."""
 
     def again(self, view: LaneView) -> Callable[[int, int], bool] | None:
         """A launch for tensors like this one: addresses of lanes and output in, False where it does not fit them."""
@@ -53,9 +53,11 @@ class _Cuda:
         self.again = self._launcher.again
         self._most = digest_cuda.ENTRIES
 
-    def launch_all(self, targets: Sequence[Target]) -> None:
-        for at in range(0, len(targets), self._most):
+    def launch_all(self, targets: Sequence[Target]) -> int:
+        starts = range(0, len(targets), self._most)
+        for at in starts:
             self._launcher.launch(targets[at : at + self._most])
+        return len(starts)
 
     def adds(self, view: LaneView) -> bool:  # noqa: ARG002
         return False
@@ -76,9 +78,10 @@ class _Triton:
     def launch(self, view: LaneView, out: int, dest: int) -> None:
         self._module.digest_into(view, out, dest)
 
-    def launch_all(self, targets: Sequence[Target]) -> None:
+    def launch_all(self, targets: Sequence[Target]) -> int:
         for target in targets:
             self.launch(target.view, target.out, target.dest)
+        return len(targets)
 
     def again(self, view: LaneView) -> Callable[[int, int], bool] | None:  # noqa: ARG002
         return None

@@ -76,22 +76,26 @@ class Kernels:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     # ---- digests --------------------------------------------------------------------------------------------------
+    @property
+    def holding(self) -> bool:
+        """Whether digests are being collected."""
+        return self._holds > 0
+
     def hold(self) -> None:
         """Collect digests until :meth:`release`."""
         self._holds += 1
 
-    def release(self) -> bool:
-        """Issue what was collected since the first :meth:`hold`; whether there was anything."""
+    def release(self) -> int:
+        """Issue what was collected since the first :meth:`hold`; returns the number of launches."""
         self._holds -= 1
-        return not self._holds and self.settle()
+        return 0 if self._holds else self.settle()
 
-    def settle(self) -> bool:
-        """Issue what was collected so far; whether there was anything."""
+    def settle(self) -> int:
+        """Issue what was collected so far; returns the number of launches."""
         if not self._held:
-            return False
+            return 0
         held, self._held = self._held, []
-        self.issue(held)
-        return True
+        return self.issue(held)
 
     def digest(
         self, tensor: torch.Tensor, rows: int, out: torch.Tensor, start: int, dest: torch.Tensor | None, *, clear: bool
@@ -127,16 +131,38 @@ class Kernels:
             out[start : start + rows].zero_()
         return kernel, view, out.data_ptr() + 16 * start, dest
 
-    def issue(self, jobs: list[Any]) -> None:
-        """Issue digests on the current stream, all in one launch where the device can."""
+    def issue(self, jobs: list[Any]) -> int:
+        """Issue digests on the current stream, all in one launch where the device can; returns how many it took."""
         if len(jobs) == 1:
             kernel, view, out, dest = jobs[0]
             kernel.launch(view, out, 0 if dest is None else dest.data_ptr())
-            return
+            return 1
+        launches = 0
         for _, group in itertools.groupby(jobs, key=lambda job: id(job[0])):
             several = list(group)
             targets = [target(v, out, 0 if dest is None else dest.data_ptr()) for _, v, out, dest in several]
-            several[0][0].launch_all(targets)
+            launches += several[0][0].launch_all(targets)
+        return launches
+
+    # ---- recorded graphs ------------------------------------------------------------------------------------------
+    def edits(self, graph_class: Any) -> bool:
+        """Whether kernels can be taken out of graphs of this class once they are recorded."""
+        return torch.cuda.is_available() and all(hasattr(graph_class, n) for n in ("raw_cuda_graph", "instantiate"))
+
+    def can_wait(self, tensor: torch.Tensor) -> bool:
+        """Whether the digest of a tensor is one node of a graph, alone or with others."""
+        kernel = gpu_digest(tensor.device)
+        return kernel is not None and kernel.name == "cuda"
+
+    def take_out(self, graph: Any, nodes: list[int]) -> set[int]:
+        """Take nodes out of a graph that keeps its template, and make it executable anew; returns those it was."""
+        from zkl_debug.capture.graph_edit import take_out
+
+        torch.cuda.synchronize()  # nothing of the graph as it was is running
+        taken = take_out(graph.raw_cuda_graph(), nodes)
+        if taken:
+            graph.instantiate()
+        return taken
 
     def again(self, tensor: torch.Tensor, rows: int) -> Again | None:
         """:meth:`digest` for further tensors that begin with rows like these, with all worked out that can be.

@@ -39,6 +39,10 @@ class Deferred(Protocol):
     def blocks(self, frame: OpenFrame, parts: list[U64]) -> list[SiteBlock]:
         """The sites, from the digests of each chunk; may add label rows to the frame."""
 
+    def judge(self, parts: list[U64]) -> None:  # noqa: ARG002
+        """Look at the digests of each chunk when they are there, before :meth:`blocks` is asked for."""
+        return
+
 
 @dataclass
 class OpenFrame:
@@ -126,9 +130,11 @@ class OpenFrame:
         return [*eager, *(block for later in self.deferred for block in later.blocks(self, parts))]
 
     def judge(self, twins: Twins, parts: list[U64]) -> None:
-        """Tell which pairs of sites were equal."""
+        """Tell which pairs of sites, and which readings of one, were equal."""
         for first, second, a, b in self.pairs:
             twins.judge(self.kind, first, second, _digests(parts, a), _digests(parts, b))
+        for later in self.deferred:
+            later.judge(parts)
 
     @property
     def payload_bytes(self) -> int:

@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Kernels, Pending
-from zkl_debug.capture.frame import OpenFrame
+from zkl_debug.capture.frame import Deferred, OpenFrame
+from zkl_debug.capture.late import LateReadings, Templates, ends_part
 from zkl_debug.capture.layout import RowView, raw_bits, resolve
 from zkl_debug.capture.rows import FrameRows, warmup_rows
 from zkl_debug.schema import U64, Json, SiteBlock, SiteMeta
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from zkl_debug.capture.taps import TapSet
 
 _ATTRIBUTE = "_zkl_plan"
+#: A range of what is read out, and a row of it.
+Place = tuple[int, int]
 _ARENA_ROWS = 1 << 18  # 4 MiB of digests
 _ARENA_SPARE = 1 << 15
 
@@ -57,6 +60,7 @@ class Plan:
         slots: token slots of the call the graph was recorded for.
         moment: how far the recording was behind the last digest.
         fresh: by memory, the sites read since anything but digests was recorded: what they read is as it was.
+        late: second readings, None where there are none or they are settled.
     """
 
     owner: object
@@ -64,6 +68,7 @@ class Plan:
     slots: int = 0
     moment: tuple[int, ...] | None = None
     fresh: dict[object, GraphSite] = field(default_factory=dict)
+    late: LateReadings | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Reading:
         names: names of the sites.
         rows: numbers of rows that occur.
         payload: whether any site has one.
+        doubles: readings that were made twice: whose, the row of the first, and where the two are, as in ``places``.
     """
 
     sites: tuple[GraphSite, ...]
@@ -85,6 +91,7 @@ class Reading:
     names: frozenset[str]
     rows: set[int]
     payload: bool
+    doubles: tuple[tuple[LateReadings, int, Place, Place], ...]
     plans: tuple[Plan, ...]  # alive as long as their ids are keys
 
     @classmethod
@@ -92,26 +99,44 @@ class Reading:
         """The reading of graphs in the order of their replay."""
         sites = tuple(site for plan in plans for site in plan.sites)
         ranges: list[tuple[torch.Tensor, int, int]] = []
-        places = []
+        last: dict[int, int] = {}  # by memory, its last range
         for plan in plans:
             for arena in {id(site.arena): site.arena for site in plan.sites}.values():
                 mine = [site for site in plan.sites if site.arena is arena]
-                start, stop = min(s.start for s in mine), max(s.start + s.rows for s in mine)
-                if ranges and ranges[-1][0] is arena and ranges[-1][2] == start:
-                    ranges[-1] = (arena, ranges[-1][1], stop)
-                else:
-                    ranges.append((arena, start, stop))
-        for site in sites:
-            where = next(i for i, (arena, a, b) in enumerate(ranges) if arena is site.arena and a <= site.start < b)
-            places.append((where, site.start - ranges[where][1]))
+                _add_range(ranges, last, arena, min(s.start for s in mine), max(s.start + s.rows for s in mine))
+            if plan.late is not None and plan.late.rows:
+                _add_range(ranges, last, plan.late.arena, min(plan.late.rows.values()), plan.late.used)
+
+        def place(arena: torch.Tensor, row: int) -> Place:
+            where = next(i for i, (memory, a, b) in enumerate(ranges) if memory is arena and a <= row < b)
+            return where, row - ranges[where][1]
+
+        places = tuple(place(site.arena, site.start) for site in sites)
+        doubles = []
+        for plan in plans:
+            for start, (arena, late) in {s.start: (s.arena, plan.late) for s in plan.sites}.items():
+                if late is not None and start in late.rows:
+                    doubles.append((late, start, place(arena, start), place(late.arena, late.rows[start])))
         names = frozenset(site.name for site in sites)
         payload = any(site.payload is not None for site in sites)
         slots = tuple(arena[start:stop] for arena, start, stop in ranges)
-        return cls(sites, slots, tuple(places), names, {s.rows for s in sites}, payload, tuple(plans))
+        rows = {s.rows for s in sites}
+        return cls(sites, slots, places, names, rows, payload, tuple(doubles), tuple(plans))
+
+
+def _add_range(
+    ranges: list[tuple[torch.Tensor, int, int]], last: dict[int, int], arena: torch.Tensor, start: int, stop: int
+) -> None:
+    at = last.get(id(arena))
+    if at is not None and ranges[at][2] == start:
+        ranges[at] = (arena, ranges[at][1], stop)
+        return
+    last[id(arena)] = len(ranges)
+    ranges.append((arena, start, stop))
 
 
 @dataclass(frozen=True)
-class Replay:
+class Replay(Deferred):
     """One replay's sites, made into blocks when the frame is filed; padding rows are dropped then."""
 
     reading: Reading
@@ -130,13 +155,27 @@ class Replay:
         for i, (site, (where, offset)) in enumerate(zip(self.reading.sites, self.reading.places, strict=True)):
             if site.rows != self.n_slots:
                 continue
-            from_part = self.fetched[where]
-            start = from_part.start + offset
-            digest = parts[from_part.part][start : start + site.rows][pick]
+            digest = self._part(parts, (where, offset))[pick]
             payload = self.payloads[i] if self.payloads else None
             bits = None if payload is None else raw_bits(payload)[pick]
             found.append(SiteBlock(self.metas[i] if self.metas else site.meta, rows, digest, bits))
         return found
+
+    def judge(self, parts: list[U64]) -> None:
+        """Compare the readings that were made twice."""
+        doubles = self.reading.doubles
+        if not doubles or self.reading.rows != {self.n_slots}:
+            return
+        for late, start, first, second in doubles:
+            late.compare(start, *(self._part(parts, place)[self.slot] for place in (first, second)))
+        for late in {id(late): late for late, *_ in doubles}.values():
+            late.count(len(self.slot))
+
+    def _part(self, parts: list[U64], place: Place) -> U64:
+        """Digests of all token slots of a reading."""
+        fetched = self.fetched[place[0]]
+        start = fetched.start + place[1]
+        return parts[fetched.part][start : start + self.n_slots]
 
 
 class GraphWatch:
@@ -158,8 +197,13 @@ class GraphWatch:
         self.unreached_replays = self.unkeyed_replays = 0
         self.unreached: dict[str, str] = {}
         self.sizes: set[int] = set()
+        self.taken_out = self.read_at_once = 0
         self._arena: torch.Tensor | None = None
         self._used = 0
+        self._late_arena: torch.Tensor | None = None
+        self._late_used = 0
+        self._templates: Templates | None = None
+        self._settled: list[tuple[LateReadings, list[GraphSite]]] = []
         self._readings: dict[tuple[int, ...], Reading] = {}
 
     # ---- patches --------------------------------------------------------------------------------------------------
@@ -168,6 +212,9 @@ class GraphWatch:
         taps.wrap(self.graph_class, "capture_begin", self._begin)
         taps.wrap(self.graph_class, "capture_end", self._end)
         taps.wrap(self.graph_class, "replay", self._replay)
+        if self.session.options.level == "digest" and self.kernels.edits(self.graph_class):
+            self._templates = Templates()
+            taps.wrap(self.graph_class, "__init__", self._templates.made)
 
     def _begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -178,7 +225,7 @@ class GraphWatch:
                     if not session.in_forward:
                         session.end_frame()  # nothing of an earlier frame may be read out into the recording
                     self._prepare()
-                    self.recording = Plan(self)
+                    self.recording = Plan(self, late=self._late(graph))
             return original(graph, *args, **kwargs)
 
         return capture_begin
@@ -186,9 +233,17 @@ class GraphWatch:
     def _end(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            plan, self.recording = self.recording, None
+            plan = self.recording
+            if plan is not None and plan.late is not None:
+                with self.session.guarded("graph:end"):
+                    plan.late.flush(self.kernels)
+            self.recording = None
             result = original(graph, *args, **kwargs)
+            if self._templates is not None:
+                self._templates.ended(graph)
             if plan is not None:
+                if plan.late is not None:
+                    self._late_used += plan.late.used
                 # Even when the probe has failed since: what was recorded writes at every replay.
                 setattr(graph, _ATTRIBUTE, plan)
                 self.recorded += 1
@@ -205,6 +260,9 @@ class GraphWatch:
                 plan = getattr(graph, _ATTRIBUTE, None)
                 frame = session.frame
                 if frame is not None and plan is not None and plan.owner is self and plan not in frame.replayed:
+                    if plan.late is not None and plan.late.due:
+                        with session.guarded("graph:settle"):
+                            plan = self._settle(graph, plan, plan.late)
                     if not frame.rows.warmup:  # the common case: nothing to ask of the device
                         self.replays += 1
                         frame.plans.append(plan)
@@ -223,6 +281,30 @@ class GraphWatch:
         with torch.inference_mode(mode=False):
             self._arena = self.kernels.slots(_ARENA_ROWS)
         self._used = 0
+
+    def _late(self, graph: Any) -> LateReadings | None:
+        """Room for the second readings of a graph, where its kernels can be taken out later."""
+        if self._templates is None or not self._templates.has(graph):
+            return None
+        if self._late_arena is None or len(self._late_arena) - self._late_used < _ARENA_SPARE:
+            with torch.inference_mode(mode=False):
+                self._late_arena = self.kernels.slots(_ARENA_ROWS)
+            self._late_used = 0
+        return LateReadings(self._late_arena, self._late_used)
+
+    def _settle(self, graph: Any, plan: Plan, late: LateReadings) -> Plan:
+        """Take out the launches that the second readings stand for."""
+        plan.late = None  # whatever comes of it, it is not tried again
+        gone = late.superfluous()
+        if not gone:
+            return plan
+        taken = self.kernels.take_out(graph, gone)
+        self.taken_out += len(taken)
+        settled = Plan(self, late.settled(plan.sites, taken), plan.slots)
+        self._settled.append((late, plan.sites))
+        self.read_at_once += len({site.start for site in settled.sites if site.arena is not late.arena})
+        setattr(graph, _ATTRIBUTE, settled)
+        return settled
 
     # ---- while a graph is being recorded --------------------------------------------------------------------------
     @property
@@ -265,16 +347,33 @@ class GraphWatch:
             self.unreach(name, "the kernel cannot read it without a copy (row bytes not a multiple of 4)")
             return
         self._used += rows
+        if plan.late is not None:
+            if not payload and self.kernels.can_wait(tensor):
+                plan.late.wait(same, tensor, rows, start)
+            if not self.kernels.holding:
+                plan.late.issued(1, self.kernels.moment())
         kept = self.kernels.keep(tensor) if payload else None
         plan.sites.append(GraphSite(name, meta, self._arena, start, rows, kept))
         plan.slots = max(plan.slots, rows)
         plan.fresh[same] = plan.sites[-1]
         plan.moment = self.kernels.moment()
 
-    def issued(self) -> None:
+    def issued(self, launches: int) -> None:
         """Digests that were held are in the recording now: what comes behind them is news, they are not."""
-        if self.recording is not None:
-            self.recording.moment = self.kernels.moment()
+        plan = self.recording
+        if plan is not None:
+            plan.moment = self.kernels.moment()
+            if plan.late is not None:
+                plan.late.issued(launches, plan.moment)
+
+    def ended(self, path: str) -> None:
+        """A module has ended, and its sites are recorded."""
+        plan = self.recording
+        if plan is None or plan.late is None or not (plan.late.full() or ends_part(path)):
+            return
+        same = plan.moment is not None and plan.moment == self.kernels.moment()
+        if plan.late.flush(self.kernels) and same:
+            plan.moment = self.kernels.moment()
 
     def unreach(self, name: str, reason: str) -> None:
         """A site that cannot be recorded inside a graph."""
@@ -333,6 +432,12 @@ class GraphWatch:
         name = self.session.occurrence(frame, site.name)
         return site.meta if name == site.name else self.session.meta_like(name, site.meta)
 
+    def betrayed(self) -> list[str]:
+        """Sites whose readings turned out to be unequal after one of them had been given up."""
+        return sorted(
+            {s.name for late, sites in self._settled if late.betrayed for s in sites if s.start in late.written}
+        )
+
     # ---- report ---------------------------------------------------------------------------------------------------
     def summary(self, eager: set[str], graphed: set[str]) -> dict[str, Json]:
         """What was recorded into graphs and what could not be; sites of eager frames that graph frames lack."""
@@ -349,4 +454,6 @@ class GraphWatch:
             "only_eager": reasons,
             "only_graph": sorted(graphed - eager) if eager else [],
             "out_of_reach": dict(sorted(self.unreached.items())),
+            "launches_taken_out": self.taken_out,
+            "read_at_once": self.read_at_once,
         }

@@ -131,6 +131,9 @@ class ModuleHooks:
                     if rule is not None and rule.outputs and index >= rule.outputs:
                         break
                     self._record(name if index == 0 else f"{name}.{index}", tensor, rule)
+            if session.graphs is not None and session.graphs.recording is not None:
+                with session.guarded(name):
+                    session.graphs.ended(path)
 
         return hook
 

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Pending, payload_bits
+from zkl_debug.capture.frame import Deferred, OpenFrame
 from zkl_debug.capture.layout import RowView
 from zkl_debug.capture.rows import label_rows
 from zkl_debug.schema import U64, SiteBlock, SiteKind, SiteMeta
 
 if TYPE_CHECKING:
-    from zkl_debug.capture.frame import OpenFrame
     from zkl_debug.capture.session import CaptureSession
 
 #: Site of the label that was really used.
@@ -34,7 +34,7 @@ class LateSite:
 
 
 @dataclass(frozen=True)
-class LateLabels:
+class LateLabels(Deferred):
     """Candidates for label rows.
 
     Attributes:

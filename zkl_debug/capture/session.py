@@ -84,8 +84,9 @@ class CaptureSession:
 
     def release(self, kernels: Kernels) -> None:
         """End a :meth:`~zkl_debug.capture.device.Kernels.hold`."""
-        if kernels.release() and self.graphs is not None:
-            self.graphs.issued()
+        launches = kernels.release()
+        if launches and self.graphs is not None:
+            self.graphs.issued(launches)
 
     def fail(self, where: str, error: BaseException) -> None:
         """Disable the probe, remember why and say so on stderr.
@@ -197,6 +198,8 @@ class CaptureSession:
         if self.twins.betrayed:
             pairs = ", ".join(f"{a} = {b}" for _, a, b in sorted(self.twins.betrayed)[:3])
             self.errors.append(f"sites that shared one reading turned out to differ later: {pairs}")
+        if self.graphs is not None and (names := self.graphs.betrayed()):
+            self.errors.append(f"sites in graphs turned out to be written before they are read: {', '.join(names[:3])}")
 
     def device_frame(self, frame: OpenFrame) -> DeviceFrame:
         """What the frame and those read out with it have on the device; made when first asked for."""

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Pending, to_device
+from zkl_debug.capture.frame import Deferred, OpenFrame
 from zkl_debug.capture.labels import LABEL, make_label_rows, record_late_labels
 from zkl_debug.capture.layout import RowView
 from zkl_debug.capture.rows import label_rows
@@ -22,7 +23,6 @@ from zkl_debug.schema import U64, RowFlag, SiteBlock, SiteKind, SiteMeta
 
 if TYPE_CHECKING:
     from zkl_debug.capture.api import Capture
-    from zkl_debug.capture.frame import OpenFrame
     from zkl_debug.engines.megatron.adapter import MegatronAdapter
     from zkl_debug.engines.megatron.frames import StepRequests
 
@@ -32,7 +32,7 @@ SELECTED = "logprobs/selected:out.0"
 
 # ---- steps in which every request runs one token ------------------------------------------------------------------
 @dataclass(frozen=True)
-class DecodeLabels:
+class DecodeLabels(Deferred):
     """Labels of a decode step, made when the frame is filed.
 
     Attributes:

@@ -1,0 +1,153 @@
+"""Fewer kernels in a recorded graph: digests of a block of the model in one launch, once that is seen to be the same.
+
+A launch for every hook is what is right without knowing the program: whatever the next kernel writes over has been
+read. In a decode step those launches cost more than all they read. So each tensor is read a second time while a graph
+is recorded, together with others, where the block it belongs to ends; the probe holds it until then, so that its memory
+is given to no other. Whether nothing wrote into it in between is not assumed, but measured: the first replays on real
+rows carry both readings, and they are compared bit by bit. A tensor whose readings were ever unequal keeps its launch;
+the launches of the others are then taken out of the graph, and the graph is made executable anew. Kernels of the
+program are neither recorded again nor changed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from zkl_debug.schema import U64
+
+if TYPE_CHECKING:
+    from zkl_debug.capture.device import Kernels
+    from zkl_debug.capture.graphs import GraphSite
+
+#: Replays, and rows of them, whose two readings are compared.
+AUDITS, AUDITED_ROWS = 4, 64
+#: Tensors of one launch at most.
+_MOST = 32
+_PART_OF_BLOCK = re.compile(r"(?:.*\.)?\d+\.[^.\d][^.]*")
+
+
+def ends_part(path: str) -> bool:
+    """Whether a module is a part of a numbered block, such as the attention or the MLP of a layer."""
+    return _PART_OF_BLOCK.fullmatch(path) is not None
+
+
+@dataclass
+class LateReadings:
+    """The second readings of one graph.
+
+    Attributes:
+        arena: memory they are written to, int64 [n, 2].
+        used: its first row that is free.
+        rows: by the row of a first reading, that of the second.
+        nodes: by the row of a first reading, the node of its launch; 0 when it is not known.
+        written: rows of first readings whose second one was unequal.
+        audited, audited_rows: replays that were compared, and rows.
+        trusted: rows of first readings that are made no longer.
+    """
+
+    arena: torch.Tensor
+    used: int = 0
+    rows: dict[int, int] = field(default_factory=dict)
+    nodes: dict[int, int] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
+    audited: int = 0
+    audited_rows: int = 0
+    trusted: frozenset[int] = frozenset()
+    _waiting: dict[object, tuple[torch.Tensor, int, int]] = field(default_factory=dict)
+    _unplaced: list[int] = field(default_factory=list)
+
+    @property
+    def due(self) -> bool:
+        """Whether enough was compared."""
+        return self.audited >= AUDITS and self.audited_rows >= AUDITED_ROWS
+
+    # ---- while the graph is being recorded ------------------------------------------------------------------------
+    def wait(self, memory: object, tensor: torch.Tensor, rows: int, start: int) -> None:
+        """Have a tensor, whose first reading goes to row ``start``, read again at the next :meth:`flush`."""
+        self._unplaced.append(start)
+        known = self._waiting.get(memory)
+        if known is None:
+            if self.used + rows > len(self.arena):
+                return
+            known = (tensor, rows, self.used)
+            self._waiting[memory] = known
+            self.used += rows
+        self.rows[start] = known[2]
+
+    def issued(self, launches: int, moment: tuple[int, ...] | None) -> None:
+        """First readings were recorded, in so many launches, of which the last is the node ``moment``."""
+        node = moment[0] if launches == 1 and moment is not None and len(moment) == 1 else 0
+        for start in self._unplaced:
+            self.nodes[start] = node
+        self._unplaced.clear()
+
+    def full(self) -> bool:
+        """Whether no more fit into a launch."""
+        return len(self._waiting) >= _MOST
+
+    def flush(self, kernels: Kernels) -> bool:
+        """Record the second readings that wait; whether there were any."""
+        waiting, self._waiting = self._waiting, {}
+        jobs = [kernels.job(t, rows, self.arena, start, None, clear=False) for t, rows, start in waiting.values()]
+        if jobs:
+            kernels.issue(jobs)
+        return bool(jobs)
+
+    # ---- afterwards -----------------------------------------------------------------------------------------------
+    def compare(self, start: int, first: U64, second: U64) -> None:
+        """Judge the two readings of a tensor in one replay, uint64 [n, 2] each, rows without meaning left out."""
+        if not np.array_equal(first, second):
+            self.written.add(start)
+
+    def count(self, rows: int) -> None:
+        """A replay of so many rows was compared."""
+        self.audited += 1
+        self.audited_rows += rows
+
+    def superfluous(self) -> list[int]:
+        """Nodes none of whose tensors was written to before its second reading."""
+        kept = {self.nodes.get(start, 0) for start in self.written}
+        kept |= {node for start, node in self.nodes.items() if start not in self.rows} | {0}
+        return [node for node in dict.fromkeys(self.nodes.values()) if node not in kept]
+
+    @property
+    def betrayed(self) -> bool:
+        """Whether a replay that was read out later had unequal readings of a tensor that is now read once."""
+        return not self.trusted.isdisjoint(self.written)
+
+    def settled(self, sites: list[GraphSite], gone: set[int]) -> list[GraphSite]:
+        """The sites as they are read once these nodes are gone."""
+        self.trusted = frozenset(start for start, node in self.nodes.items() if node in gone)
+        return [
+            replace(site, arena=self.arena, start=self.rows[site.start]) if site.start in self.trusted else site
+            for site in sites
+        ]
+
+
+class Templates:
+    """Graphs that keep what they were made of, so that nodes can be taken out of them, and are used as any other."""
+
+    ATTRIBUTE = "_zkl_template"
+
+    def made(self, original: Any) -> Any:
+        """For the constructor of the graph class."""
+
+        def init(graph: Any, keep_graph: bool = False) -> None:
+            original(graph, keep_graph=True)
+            setattr(graph, self.ATTRIBUTE, keep_graph)
+
+        return init
+
+    def ended(self, graph: Any) -> None:
+        """The recording has ended: make the graph executable, unless the program wants to do that itself."""
+        if getattr(graph, self.ATTRIBUTE, None) is False:
+            graph.instantiate()
+
+    def has(self, graph: Any) -> bool:
+        """Whether the template of a graph is kept for the probe alone; one that the program asked for is left alone."""
+        return getattr(graph, self.ATTRIBUTE, None) is False
