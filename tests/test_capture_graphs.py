@@ -407,6 +407,39 @@ def test_a_graph_whose_template_the_program_keeps_is_not_edited(tmp_path: Path) 
     capture.__exit__(None, None, None)
 
 
+def test_sites_outside_the_graphs_wait_for_the_end_of_the_forward_only_where_nothing_writes_over_them(
+    tmp_path: Path,
+) -> None:
+    steps = _steps(70)
+    counts = {}
+    for name, bucket in (("plain", -1), ("waiting", 4)):
+        model = Model()
+        capture = _watched(model, tmp_path / name)
+        launches: list[int] = []
+        kernels = capture.session.kernels
+        issue = kernels.issue
+        kernels.issue = lambda jobs, launches=launches, issue=issue: (launches.append(len(jobs)), issue(jobs))[1]  # type: ignore[method-assign, misc]
+        with torch.inference_mode():
+            model.buffer, model.table = model.buffer.clone(), model.table.clone()
+            for layer in model.layers:
+                layer.buffer = model.buffer
+            for tokens in steps:
+                capture.next_rows(_rows(tokens, bucket))
+                model(torch.tensor([tokens]))
+                capture.session.flush()
+        capture.__exit__(None, None, None)
+        counts[name] = sum(launches)
+        twins = capture.session.twins
+        if bucket > 0:
+            assert {pair[1] for pair in twins.known} >= {"layers.0:in", "layers.1:out"}
+            assert {pair[1] for pair in twins.refuted} == {"layers.0:out", "layers.1:in"}
+    # Each site once; and while readings are compared, and again now and then, twice.
+    assert counts["plain"] < counts["waiting"] < 1.2 * counts["plain"]
+    found = {name: _digests(tmp_path / name) for name in counts}
+    assert set(found["plain"]) == set(found["waiting"])
+    assert all(np.array_equal(digest, found["waiting"][site]) for site, digest in found["plain"].items())
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [

@@ -364,8 +364,12 @@ class Capture:
                     session.record(name, value.to(torch.int64), kind=SiteKind.INPUT, semantic="input", layout="bs")
 
     def _after_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
-        self.session.path.clear()
-        self.session.in_forward = False
+        session = self.session
+        session.path.clear()
+        session.in_forward = False
+        if session.enabled and session.frame is not None:
+            with session.guarded("model:out"):
+                session.forward_ended()
 
     def _recording_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | None:
         """Token slots of a forward that is being recorded into a graph: its ids cannot be read, only their shape."""

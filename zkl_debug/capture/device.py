@@ -297,12 +297,21 @@ class DeviceFrame:
             self.chunks.append(self.pool.take(device, rows))
         return self.chunks[-1]
 
-    def fetch(self, slots: torch.Tensor) -> Pending:
-        """Issue the copy of graph slots [m, 2] to the host, on the current stream: the next replay overwrites them."""
-        rows = int(slots.shape[0])
+    def fetch(self, slots: torch.Tensor, index: torch.Tensor | None = None) -> Pending:
+        """Issue the copy of graph slots to the host, on the current stream: the next replay overwrites them.
+
+        Args:
+            slots: int64 [m, 2].
+            index: rows of it, int64 [k]; None for all.
+        """
+        rows = int(slots.shape[0] if index is None else index.shape[0])
         chunk = self.reserve(rows, slots.device)
         start, chunk.used = chunk.used, chunk.used + rows
-        chunk.device[start : chunk.used].copy_(slots)
+        to = chunk.device[start : chunk.used]
+        if index is None:
+            to.copy_(slots)
+        else:
+            torch.index_select(slots, 0, index, out=to)
         return Pending(len(self.chunks) - 1, start, rows)
 
     def fetch_words(self, words: list[torch.Tensor], rows: int) -> Pending:

@@ -18,6 +18,7 @@ from zkl_debug.schema import U64, SiteBlock, SiteMeta
 
 if TYPE_CHECKING:
     from zkl_debug.capture.graphs import Plan
+    from zkl_debug.capture.repeats import Waiting
 
 _TWIN_KEEP = 24  # tensors kept alive for the next hooks of the same frame
 
@@ -61,6 +62,7 @@ class OpenFrame:
         replayed_names: names of the sites of graphs that were read out.
         deferred: sites made when the frame is filed.
         event_seq: number of the last event before its end.
+        waiting: sites that are read when the forward has ended.
     """
 
     index: int
@@ -78,6 +80,7 @@ class OpenFrame:
     deferred: list[Deferred] = field(default_factory=list)
     twins: OrderedDict[Key, Reading] = field(default_factory=OrderedDict)
     pairs: list[tuple[str, str, Pending, Pending]] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
 
     @property
     def n_rows(self) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.device import Kernels, Pending
+from zkl_debug.capture.device import Kernels, Pending, to_device
 from zkl_debug.capture.frame import Deferred, OpenFrame
 from zkl_debug.capture.late import LateReadings, Templates, ends_part
 from zkl_debug.capture.layout import RowView, raw_bits, resolve
@@ -72,13 +72,26 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Copied:
+    """Digests of graphs that are copied at once.
+
+    Attributes:
+        memory: where graphs write them, int64 [n, 2].
+        index: rows of it, int64 [m] on its device; None for all.
+    """
+
+    memory: torch.Tensor
+    index: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class Reading:
     """How the sites of graphs replayed together are read out.
 
     Attributes:
         sites: in execution order.
-        ranges: runs of adjacent memory that are copied at once, each int64 [n, 2].
-        places: of each site, the index of its range and its offset within.
+        copies: what is copied at once.
+        places: of each site, the index of its copy and its offset within.
         names: names of the sites.
         rows: numbers of rows that occur.
         payload: whether any site has one.
@@ -86,7 +99,7 @@ class Reading:
     """
 
     sites: tuple[GraphSite, ...]
-    ranges: tuple[torch.Tensor, ...]
+    copies: tuple[Copied, ...]
     places: tuple[tuple[int, int], ...]
     names: frozenset[str]
     rows: set[int]
@@ -98,41 +111,34 @@ class Reading:
     def of(cls, plans: list[Plan]) -> Reading:
         """The reading of graphs in the order of their replay."""
         sites = tuple(site for plan in plans for site in plan.sites)
-        ranges: list[tuple[torch.Tensor, int, int]] = []
-        last: dict[int, int] = {}  # by memory, its last range
+        wanted: dict[int, tuple[torch.Tensor, dict[int, int]]] = {}  # by memory: rows of each reading by its first
         for plan in plans:
-            for arena in {id(site.arena): site.arena for site in plan.sites}.values():
-                mine = [site for site in plan.sites if site.arena is arena]
-                _add_range(ranges, last, arena, min(s.start for s in mine), max(s.start + s.rows for s in mine))
-            if plan.late is not None and plan.late.rows:
-                _add_range(ranges, last, plan.late.arena, min(plan.late.rows.values()), plan.late.used)
-
-        def place(arena: torch.Tensor, row: int) -> Place:
-            where = next(i for i, (memory, a, b) in enumerate(ranges) if memory is arena and a <= row < b)
-            return where, row - ranges[where][1]
-
-        places = tuple(place(site.arena, site.start) for site in sites)
+            for site in plan.sites:
+                of = wanted.setdefault(id(site.arena), (site.arena, {}))[1]
+                of[site.start] = site.rows
+                if plan.late is not None and site.start in plan.late.rows:
+                    of[plan.late.rows[site.start]] = site.rows
+        copies, at = [], {}
+        for number, (memory, of) in enumerate(wanted.values()):
+            starts = sorted(of)
+            offsets = np.cumsum([0, *(of[start] for start in starts)])
+            at.update({(id(memory), start): (number, int(off)) for start, off in zip(starts, offsets, strict=False)})
+            if starts[-1] + of[starts[-1]] - starts[0] == offsets[-1]:
+                copies.append(Copied(memory[starts[0] : starts[0] + int(offsets[-1])], None))
+            else:
+                rows = np.concatenate([np.arange(start, start + of[start]) for start in starts])
+                copies.append(Copied(memory, to_device(rows, memory.device)))
+        places = tuple(at[id(site.arena), site.start] for site in sites)
         doubles = []
         for plan in plans:
-            for start, (arena, late) in {s.start: (s.arena, plan.late) for s in plan.sites}.items():
+            late = plan.late
+            for start, memory in {s.start: s.arena for s in plan.sites}.items():
                 if late is not None and start in late.rows:
-                    doubles.append((late, start, place(arena, start), place(late.arena, late.rows[start])))
+                    doubles.append((late, start, at[id(memory), start], at[id(memory), late.rows[start]]))
         names = frozenset(site.name for site in sites)
         payload = any(site.payload is not None for site in sites)
-        slots = tuple(arena[start:stop] for arena, start, stop in ranges)
-        rows = {s.rows for s in sites}
-        return cls(sites, slots, places, names, rows, payload, tuple(doubles), tuple(plans))
-
-
-def _add_range(
-    ranges: list[tuple[torch.Tensor, int, int]], last: dict[int, int], arena: torch.Tensor, start: int, stop: int
-) -> None:
-    at = last.get(id(arena))
-    if at is not None and ranges[at][2] == start:
-        ranges[at] = (arena, ranges[at][1], stop)
-        return
-    last[id(arena)] = len(ranges)
-    ranges.append((arena, start, stop))
+        row_counts = {s.rows for s in sites}
+        return cls(sites, tuple(copies), places, names, row_counts, payload, tuple(doubles), tuple(plans))
 
 
 @dataclass(frozen=True)
@@ -200,8 +206,6 @@ class GraphWatch:
         self.taken_out = self.read_at_once = 0
         self._arena: torch.Tensor | None = None
         self._used = 0
-        self._late_arena: torch.Tensor | None = None
-        self._late_used = 0
         self._templates: Templates | None = None
         self._settled: list[tuple[LateReadings, list[GraphSite]]] = []
         self._readings: dict[tuple[int, ...], Reading] = {}
@@ -242,8 +246,6 @@ class GraphWatch:
             if self._templates is not None:
                 self._templates.ended(graph)
             if plan is not None:
-                if plan.late is not None:
-                    self._late_used += plan.late.used
                 # Even when the probe has failed since: what was recorded writes at every replay.
                 setattr(graph, _ATTRIBUTE, plan)
                 self.recorded += 1
@@ -284,13 +286,16 @@ class GraphWatch:
 
     def _late(self, graph: Any) -> LateReadings | None:
         """Room for the second readings of a graph, where its kernels can be taken out later."""
-        if self._templates is None or not self._templates.has(graph):
+        if self._templates is None or not self._templates.has(graph) or self._arena is None:
             return None
-        if self._late_arena is None or len(self._late_arena) - self._late_used < _ARENA_SPARE:
-            with torch.inference_mode(mode=False):
-                self._late_arena = self.kernels.slots(_ARENA_ROWS)
-            self._late_used = 0
-        return LateReadings(self._late_arena, self._late_used)
+        return LateReadings(self._arena, self._take)
+
+    def _take(self, rows: int) -> int | None:
+        """Set rows of the arena aside; the first of them, or None when there is no room."""
+        if self._arena is None or len(self._arena) - self._used < rows:
+            return None
+        start, self._used = self._used, self._used + rows
+        return start
 
     def _settle(self, graph: Any, plan: Plan, late: LateReadings) -> Plan:
         """Take out the launches that the second readings stand for."""
@@ -302,7 +307,7 @@ class GraphWatch:
         self.taken_out += len(taken)
         settled = Plan(self, late.settled(plan.sites, taken), plan.slots)
         self._settled.append((late, plan.sites))
-        self.read_at_once += len({site.start for site in settled.sites if site.arena is not late.arena})
+        self.read_at_once += len({site.start for site in plan.sites} - late.trusted)
         setattr(graph, _ATTRIBUTE, settled)
         return settled
 
@@ -321,10 +326,6 @@ class GraphWatch:
         plan = self.recording
         assert plan is not None
         rows = len(view.row)
-        if self._arena is None or self._arena.shape[0] - self._used < rows:
-            self.unreach(name, "no memory was left for its digests; recorded graphs are larger than expected")
-            return
-        start = self._used
         tensor = view.tensor.detach()
         if view.take is not None:
             self.unreach(name, "its rows are not in the order of the token slots")
@@ -343,11 +344,15 @@ class GraphWatch:
                 name, "its kernel was not loaded before the recording: run the model once under the probe first"
             )
             return
+        start = self._take(rows)
+        if start is None or self._arena is None:
+            self.unreach(name, "no memory was left for its digests; recorded graphs are larger than expected")
+            return
         if not self.kernels.digest(tensor, rows, self._arena, start, None, clear=True):
             self.unreach(name, "the kernel cannot read it without a copy (row bytes not a multiple of 4)")
             return
-        self._used += rows
         if plan.late is not None:
+            plan.late.read(start)
             if not payload and self.kernels.can_wait(tensor):
                 plan.late.wait(same, tensor, rows, start)
             if not self.kernels.holding:
@@ -413,7 +418,7 @@ class GraphWatch:
             self._readings[key] = Reading.of(plans)
         reading = self._readings[key]
         device = self.session.device_frame(frame)
-        fetched = [device.fetch(slots) for slots in reading.ranges]
+        fetched = [device.fetch(copied.memory, copied.index) for copied in reading.copies]
         payloads = [None if s.payload is None else s.payload.clone() for s in reading.sites] if reading.payload else []
         if reading.rows != {frame.rows.n_slots}:
             for site in reading.sites:

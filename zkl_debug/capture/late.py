@@ -12,6 +12,7 @@ program are neither recorded again nor changed.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,8 @@ class LateReadings:
     """The second readings of one graph.
 
     Attributes:
-        arena: memory they are written to, int64 [n, 2].
-        used: its first row that is free.
+        arena: memory that all readings are written to, int64 [n, 2].
+        take: sets so many rows of it aside and gives the first; None when there is no room.
         rows: by the row of a first reading, that of the second.
         nodes: by the row of a first reading, the node of its launch; 0 when it is not known.
         written: rows of first readings whose second one was unequal.
@@ -51,7 +52,7 @@ class LateReadings:
     """
 
     arena: torch.Tensor
-    used: int = 0
+    take: Callable[[int], int | None]
     rows: dict[int, int] = field(default_factory=dict)
     nodes: dict[int, int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
@@ -67,16 +68,18 @@ class LateReadings:
         return self.audited >= AUDITS and self.audited_rows >= AUDITED_ROWS
 
     # ---- while the graph is being recorded ------------------------------------------------------------------------
+    def read(self, start: int) -> None:
+        """The first reading of a tensor, to row ``start``, was asked for."""
+        self._unplaced.append(start)
+
     def wait(self, memory: object, tensor: torch.Tensor, rows: int, start: int) -> None:
         """Have a tensor, whose first reading goes to row ``start``, read again at the next :meth:`flush`."""
-        self._unplaced.append(start)
         known = self._waiting.get(memory)
         if known is None:
-            if self.used + rows > len(self.arena):
+            at = self.take(rows)
+            if at is None:
                 return
-            known = (tensor, rows, self.used)
-            self._waiting[memory] = known
-            self.used += rows
+            known = self._waiting[memory] = (tensor, rows, at)
         self.rows[start] = known[2]
 
     def issued(self, launches: int, moment: tuple[int, ...] | None) -> None:
@@ -123,10 +126,7 @@ class LateReadings:
     def settled(self, sites: list[GraphSite], gone: set[int]) -> list[GraphSite]:
         """The sites as they are read once these nodes are gone."""
         self.trusted = frozenset(start for start, node in self.nodes.items() if node in gone)
-        return [
-            replace(site, arena=self.arena, start=self.rows[site.start]) if site.start in self.trusted else site
-            for site in sites
-        ]
+        return [replace(site, start=self.rows[site.start]) if site.start in self.trusted else site for site in sites]
 
 
 class Templates:

@@ -121,6 +121,15 @@ class CaptureSession:
         self._frame = OpenFrame(self._next_frame, rows)
         self._next_frame += not rows.warmup
 
+    def forward_ended(self) -> None:
+        """The model has issued all it will: issue what can wait until then, while a device still works on the rest."""
+        frame = self._frame
+        if frame is None or self.writer is None or frame.rows.warmup or self.recording:
+            return
+        if self.graphs is not None:
+            self.graphs.collect(frame)
+        self._repeats.settle(frame)
+
     def end_frame(self) -> None:
         """Write the open frame, if any; a warm-up is dropped."""
         frame = self._frame
@@ -128,8 +137,7 @@ class CaptureSession:
             self._frame = None
             return
         with self.guarded("read-out"):
-            if self.graphs is not None:
-                self.graphs.collect(frame)
+            self.forward_ended()
             self._check_drain()
         self._frame = None
         if not self.enabled:

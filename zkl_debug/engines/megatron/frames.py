@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from zkl_debug.engines.megatron.scoring import MicroBatch
 
 
+I64 = NDArray[np.int64]
+
+
 @dataclass
 class RequestTokens:
     """All tokens of one engine request seen so far, and where its prompt ends."""
@@ -31,6 +34,35 @@ class RequestTokens:
     covered: int = 0
 
 
+class LatePrefix:
+    """Prefix digests of the rows of a step, uint64 [n, 2], worked out from those of the step before when asked for.
+
+    May be asked for by several threads: what they work out is the same.
+    """
+
+    def __init__(self, value: NDArray[np.uint64] | None, behind: tuple[LatePrefix, I64, I64] | None = None) -> None:
+        self._value, self._behind = value, behind
+
+    def next(self, token: I64, position: I64) -> LatePrefix:
+        """The step that runs one further token of each row, int64 [n], at these positions, int64 [n]."""
+        return LatePrefix(None, (self, token, position))
+
+    @property
+    def value(self) -> NDArray[np.uint64]:
+        """The digests."""
+        steps: list[tuple[LatePrefix, I64, I64]] = []
+        at = self
+        while (behind := at._behind) is not None:
+            steps.append((at, behind[1], behind[2]))
+            at = behind[0]
+        found = at._value
+        assert found is not None
+        for step, token, position in reversed(steps):
+            found = extend_prefix(found, token.astype(np.int32), position)
+            step._value, step._behind = found, None  # in this order: another thread looks at the second first
+        return found
+
+
 @dataclass
 class DecodeRun:
     """Steps that run one further token of each of the same requests, as nearly all steps of a generation do.
@@ -40,7 +72,7 @@ class DecodeRun:
 
     Attributes:
         request, position: of the last step, int64 [n].
-        prefix: digests up to and with the last step's tokens, uint64 [n, 2].
+        prefix: digests up to and with the last step's tokens.
         entries: what is known of each request.
         prompt_len: int64 [n].
         flags: flags of every row of the run, uint32 [n].
@@ -49,7 +81,7 @@ class DecodeRun:
 
     request: NDArray[np.int64]
     position: NDArray[np.int64]
-    prefix: NDArray[np.uint64]
+    prefix: LatePrefix
     entries: list[RequestTokens]
     prompt_len: NDArray[np.int64]
     flags: NDArray[np.uint32]
@@ -71,15 +103,15 @@ class DecodeRun:
         flags[[entry.cached > 0 for entry in entries]] |= np.uint32(RowFlag.AFTER_CACHE_HIT)
         prompt_len = np.array([entry.prompt_len for entry in entries], np.int64)
         prefix = np.array([entry.last for entry in entries], np.uint64).reshape(-1, 2)
-        return cls(request, position, prefix, entries, prompt_len, flags)
+        return cls(request, position, LatePrefix(prefix), entries, prompt_len, flags)
 
     def continues(self, request: NDArray[np.int64], position: NDArray[np.int64]) -> bool:
         """Whether a step is the next of the run."""
         return np.array_equal(request, self.request) and np.array_equal(position, self.position + 1)
 
-    def advance(self, position: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def advance(self, position: NDArray[np.int64], token: NDArray[np.int64]) -> LatePrefix:
         """Prefix digests of the next step's rows."""
-        self.prefix = extend_prefix(self.prefix, token.astype(np.int32), position)
+        self.prefix = self.prefix.next(token, position)
         self.position = position
         self.tokens.append(token)
         return self.prefix
@@ -96,7 +128,7 @@ class DecodeRun:
         if not self.tokens:
             return
         new, self.tokens = np.stack(self.tokens, axis=1).tolist(), []
-        for entry, tokens, prefix in zip(self.entries, new, self.prefix, strict=True):
+        for entry, tokens, prefix in zip(self.entries, new, self.prefix.value, strict=True):
             entry.tokens.extend(tokens)
             entry.last, entry.covered = prefix, entry.covered + len(tokens)
 
@@ -224,7 +256,7 @@ def _decode_frame(
     every = _arange(len(position))
     frame = FrameRows(
         grid=grid,
-        rows=late(lambda: make_rows(request, position, token, prefix, run.flags_at(position))),
+        rows=late(lambda: make_rows(request, position, token, prefix.value, run.flags_at(position))),
         slot=every,
         phase=Phase.DECODE,
         n_seqs=len(position),
