@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +19,7 @@ from zkl_debug.schema import U64, SiteBlock, SiteMeta
 
 if TYPE_CHECKING:
     from zkl_debug.capture.graphs import Plan
-    from zkl_debug.capture.repeats import Waiting
+    from zkl_debug.capture.postponed import Waiting
 
 _TWIN_KEEP = 24  # tensors kept alive for the next hooks of the same frame
 
@@ -62,7 +63,9 @@ class OpenFrame:
         replayed_names: names of the sites of graphs that were read out.
         deferred: sites made when the frame is filed.
         event_seq: number of the last event before its end.
-        waiting: sites that are read when the forward has ended.
+        may_wait: whether sites may be read when the forward has been issued.
+        trusted: those that are known to be the same then.
+        waiting, waiting_names: those that are read then.
     """
 
     index: int
@@ -80,7 +83,10 @@ class OpenFrame:
     deferred: list[Deferred] = field(default_factory=list)
     twins: OrderedDict[Key, Reading] = field(default_factory=OrderedDict)
     pairs: list[tuple[str, str, Pending, Pending]] = field(default_factory=list)
+    may_wait: bool = False
+    trusted: Container[str] = ()
     waiting: list[Waiting] = field(default_factory=list)
+    waiting_names: set[str] = field(default_factory=set)
 
     @property
     def n_rows(self) -> int:

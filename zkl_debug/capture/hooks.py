@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zkl_debug.capture.postponed import Waiting
 from zkl_debug.capture.session import CaptureSession
 from zkl_debug.schema import SiteKind
 
@@ -107,9 +108,15 @@ class ModuleHooks:
             session.path.append(path)
             if unread or session.frame is None:
                 return
+            found = enumerate(_inputs(args, kwargs))
+            sites = [(name if index == 0 else f"{name}.{index}", tensor) for index, tensor in found]
+            if session.frame.trusted and (rule is None or not rule.expert_rows):
+                sites = [site for site in sites if not self._waits(*site, rule)]
+            if not sites:
+                return
             with session.guarded(name):
-                for index, tensor in enumerate(_inputs(args, kwargs)):
-                    self._record(name if index == 0 else f"{name}.{index}", tensor, rule)
+                for site, tensor in sites:
+                    self._record(site, tensor, rule)
 
         return hook
 
@@ -124,6 +131,14 @@ class ModuleHooks:
                 pass
             if unread or session.frame is None:
                 return
+            simple = rule is None or not (rule.choice or rule.outputs or rule.expert_rows)
+            if (
+                simple
+                and session.frame.trusted
+                and isinstance(output, torch.Tensor)
+                and self._waits(name, output, rule)
+            ):
+                return
             with session.guarded(name):
                 if rule is not None and rule.choice:
                     output = _as_map(module, output)
@@ -136,6 +151,14 @@ class ModuleHooks:
                     session.graphs.ended(path)
 
         return hook
+
+    def _waits(self, name: str, tensor: torch.Tensor, rule: ModuleRule | None) -> bool:
+        """Whether a site is read later; told without a guard, for it takes next to nothing and cannot fail."""
+        session, frame = self.session, self.session.frame
+        if frame is None or name not in frame.trusted or name in frame.waiting_names or session.recording:
+            return False
+        how = ("", "", False) if rule is None else (rule.semantic, rule.layout, rule.flatten)
+        return session.postponed.takes(frame, Waiting(name, tensor, SiteKind.MODULE, *how))
 
     def _record(self, name: str, tensor: torch.Tensor, rule: ModuleRule | None) -> None:
         if rule is None:

@@ -24,6 +24,7 @@ from zkl_debug.capture.guard import Guard
 from zkl_debug.capture.labels import LABEL
 from zkl_debug.capture.layout import RowView, dtype_name, flattened, raw_rows, resolve
 from zkl_debug.capture.options import CaptureOptions, FirstRequests
+from zkl_debug.capture.postponed import Postponed, Waiting
 from zkl_debug.capture.repeats import Repeats
 from zkl_debug.capture.rows import FrameRows
 from zkl_debug.capture.twins import Twins
@@ -73,6 +74,7 @@ class CaptureSession:
         self.shard_of: ShardOf | None = None
         self._wanted: dict[str, bool] = {}
         self._repeats = Repeats(self)
+        self.postponed = Postponed(self)
         self._noted: set[tuple[int, bool]] = set()
         self._lock = threading.RLock()
         self.path: list[str] = []  # modules being run, outermost first
@@ -119,6 +121,7 @@ class CaptureSession:
             rows.step = self.step
         rows.weight_version = self.weight_version
         self._frame = OpenFrame(self._next_frame, rows)
+        self.postponed.begin(self._frame)
         self._next_frame += not rows.warmup
 
     def forward_ended(self) -> None:
@@ -128,7 +131,7 @@ class CaptureSession:
             return
         if self.graphs is not None:
             self.graphs.collect(frame)
-        self._repeats.settle(frame)
+        self.postponed.settle(frame)
 
     def end_frame(self) -> None:
         """Write the open frame, if any; a warm-up is dropped."""
@@ -259,6 +262,8 @@ class CaptureSession:
             return False
         if not self.wants(name):
             return False
+        if frame.may_wait and self.postponed.takes(frame, Waiting(name, tensor, kind, semantic, layout, flatten)):
+            return True
         recording = self.recording
         short = self._repeats.allowed and not recording
         if short and self._repeats.record(frame, name, tensor, kind, semantic, layout, flatten):

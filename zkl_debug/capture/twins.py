@@ -8,6 +8,7 @@ every row of a frame of the same phase; it is read twice again in every frame wh
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,8 @@ from zkl_debug.schema import U64
 
 #: Every so many frames, all sites are read.
 RECHECK = 32
+#: The second of a pair: the first as it is when the forward has been issued.
+END = "the end of the forward"
 
 Key = tuple[int, int, tuple[int, ...], torch.dtype, int, int]
 
@@ -56,10 +59,15 @@ class Twins:
     known: set[tuple[int, str, str]] = field(default_factory=set)
     refuted: set[tuple[int, str, str]] = field(default_factory=set)
     betrayed: set[tuple[int, str, str]] = field(default_factory=set)  # refuted after they had been trusted
+    _until_end: dict[int, set[str]] = field(default_factory=dict)  # by phase, the known pairs with END
 
     def trusted(self, phase: int, frame: int, first: str, second: str) -> bool:
         """Whether ``second`` may take the digests of ``first`` in this frame."""
         return frame % RECHECK != 0 and (phase, first, second) in self.known
+
+    def until_end(self, phase: int, frame: int) -> Container[str]:
+        """The sites that may be read when the forward of this frame has been issued."""
+        return () if frame % RECHECK == 0 else self._until_end.get(phase, ())
 
     def refuses(self, phase: int, first: str, second: str) -> bool:
         """Whether the two were once unequal."""
@@ -72,8 +80,17 @@ class Twins:
             return
         if len(a) and np.array_equal(a, b):
             self.known.add(pair)
+            if second == END:
+                self._until_end.setdefault(phase, set()).add(first)
         else:
             if pair in self.known:
-                self.known.discard(pair)
                 self.betrayed.add(pair)
-            self.refuted.add(pair)
+            self.refuse(*pair)
+
+    def refuse(self, phase: int, first: str, second: str) -> None:
+        """Never trust a pair again."""
+        pair = (phase, first, second)
+        self.known.discard(pair)
+        self.refuted.add(pair)
+        if second == END:
+            self._until_end.get(phase, set()).discard(first)
