@@ -169,8 +169,11 @@ KERNEL(digest_few, 1, true, 1)
 KERNEL(digest_few_narrow, 1, false, 1)
 KERNEL(digest_many, 8, true, 1)
 KERNEL(digest_many_narrow, 8, false, 1)
-KERNEL(digest_few_group, 1, true, ENTRIES)
-KERNEL(digest_few_narrow_group, 1, false, ENTRIES)
-KERNEL(digest_many_group, 8, true, ENTRIES)
-KERNEL(digest_many_narrow_group, 8, false, ENTRIES)
+#define GROUP(n) \
+    KERNEL(digest_few_group##n, 1, true, n) \
+    KERNEL(digest_few_narrow_group##n, 1, false, n) \
+    KERNEL(digest_many_group##n, 8, true, n) \
+    KERNEL(digest_many_narrow_group##n, 8, false, n)
+GROUP(8)
+GROUP(32)
 }

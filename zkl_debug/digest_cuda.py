@@ -27,6 +27,8 @@ from zkl_debug.lanes import LaneView
 
 #: Tensors of one launch at most.
 ENTRIES = 32
+#: Sizes of the tables kernels are compiled for: every node of a graph carries the whole of its table.
+_TABLES = (1, 8, ENTRIES)
 _MANY_FROM_ROWS = 2048  # from here on a warp reads eight rows side by side
 _WARPS = 8
 _FIRST_LANES = 1 << 17
@@ -110,7 +112,7 @@ class Launcher:
             buffer, 0, self._table, self._lanes, 1, 0,
             view.address, out, dest, stride, rows, lanes, inner, apart, 0, shift, 0, not few,
         )  # fmt: skip
-        self._issue(self._functions[few, wide, False], blocks, arguments)
+        self._issue(self._functions[few, wide, 1], blocks, arguments)
 
     def again(self, view: LaneView) -> Callable[[int, int], bool]:
         """A launch for tensors like this one, with all but two addresses worked out.
@@ -130,7 +132,7 @@ class Launcher:
         _SINGLE.pack_into(
             buffer, 0, self._table, self._lanes, 1, 0, 0, 0, 0, stride, rows, lanes, inner, apart, 0, shift, 0, not few
         )
-        function, issue, at = self._functions[few, wide, False], self._issue, _HEADER.size
+        function, issue, at = self._functions[few, wide, 1], self._issue, _HEADER.size
         mask = 15 if wide else 3
         put = _ENDS.pack_into
 
@@ -165,7 +167,8 @@ class Launcher:
                 view.rows, view.lanes, inner, apart, target.lane_offset, shift, blocks, not few,
             )  # fmt: skip
             blocks, at = blocks + count, at + _ENTRY.size
-        self._issue(self._functions[few, wide, len(targets) > 1], blocks, arguments)
+        size = next(size for size in _TABLES if len(targets) <= size)
+        self._issue(self._functions[few, wide, size], blocks, arguments)
 
     def _issue(self, function: Any, blocks: int, arguments: Any) -> None:
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.index))
@@ -253,7 +256,7 @@ def cubin(arch: str) -> bytes:
     library = _nvrtc()
     source = Path(__file__).with_name("digest_cuda.cu").read_bytes()
     program = ctypes.c_void_p()
-    options = [f"--gpu-architecture={arch}".encode(), f"-DENTRIES={ENTRIES}".encode(), b"-std=c++17"]
+    options = [f"--gpu-architecture={arch}".encode(), b"-std=c++17"]
     _check(library.nvrtcCreateProgram(ctypes.byref(program), source, b"digest_cuda.cu", 0, None, None), "NVRTC")
     try:
         status = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
@@ -290,18 +293,18 @@ def _nvrtc() -> Any:
     raise CudaError(f"none of {', '.join(_NVRTC)} can be loaded")
 
 
-def _load(driver: Any, image: bytes) -> dict[tuple[bool, bool, bool], Any]:
-    """The kernels by (few rows, wide reads, several tensors), all of them loaded now."""
+def _load(driver: Any, image: bytes) -> dict[tuple[bool, bool, int], Any]:
+    """The kernels by (few rows, wide reads, size of the table), all of them loaded now."""
     module = ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), image), "the driver")
     found = {}
-    for few, wide, group in itertools.product((True, False), repeat=3):
+    for few, wide, size in itertools.product((True, False), (True, False), _TABLES):
         function = ctypes.c_void_p()
-        name = f"digest_{'few' if few else 'many'}{'' if wide else '_narrow'}{'_group' if group else ''}"
+        name = f"digest_{'few' if few else 'many'}{'' if wide else '_narrow'}{f'_group{size}' if size > 1 else ''}"
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "the driver")
         if hasattr(driver, "cuFuncLoad"):
             _check(driver.cuFuncLoad(function), "the driver")
-        found[few, wide, group] = function
+        found[few, wide, size] = function
     return found
 
 

@@ -20,14 +20,28 @@ from numpy.typing import NDArray
 
 from zkl_debug.capture.layout import I64, RowView, raw_bits
 from zkl_debug.digest_gpu import digest_device, gpu_digest, target
-from zkl_debug.lanes import lane_view
+from zkl_debug.lanes import LaneView, lane_view
 
 #: Digests of a chunk: 16 MiB.
 CHUNK_ROWS = 1 << 20
+_ALIGNED = 16
 
 
-#: A launch for tensors of one kind: the tensor, where its digests go and from which row on; False where it cannot.
-Again = Callable[[torch.Tensor, torch.Tensor, int], bool]
+#: Digests of a tensor of one kind: the tensor, where they go and from which row on; False where it cannot.
+Issue = Callable[[torch.Tensor, torch.Tensor, int], bool]
+
+
+@dataclass(frozen=True)
+class Again:
+    """Digests of further tensors of one kind, with all worked out that can be.
+
+    Attributes:
+        now: issues them.
+        held: has them issued with the others that are held.
+    """
+
+    now: Issue
+    held: Issue
 
 
 class Kernels:
@@ -174,13 +188,21 @@ class Kernels:
         kernel = gpu_digest(tensor.device)
         view = lane_view(tensor, rows)
         launch = kernel.again(view) if kernel is not None and view is not None else None
-        if launch is None:
+        if launch is None or view is None:
             return None
 
-        def issue(like: torch.Tensor, out: torch.Tensor, start: int) -> bool:
+        def now(like: torch.Tensor, out: torch.Tensor, start: int) -> bool:
             return launch(like.data_ptr(), out.data_ptr() + 16 * start)
 
-        return issue
+        def held(like: torch.Tensor, out: torch.Tensor, start: int) -> bool:
+            address = like.data_ptr()
+            if address & _ALIGNED - 1:
+                return False
+            moved = LaneView(address, view.rows, view.lanes, view.stride, like, view.inner, view.group_stride)
+            self._held.append((kernel, moved, out.data_ptr() + 16 * start, None))
+            return True
+
+        return Again(now, held)
 
 
 @dataclass
@@ -279,11 +301,15 @@ class DeviceFrame:
         kept = _picked(tensor, view.take) if payload else None
         return Pending(len(self.chunks) - 1, start, n, None, kept)
 
-    def launch_again(self, tensor: torch.Tensor, rows: int, again: Again) -> Pending | None:
-        """Issue the digests of the first ``rows`` rows of a tensor by a launch that was worked out for its kind."""
+    def launch_again(self, tensor: torch.Tensor, rows: int, again: Again, together: bool) -> Pending | None:
+        """Issue the digests of the first ``rows`` rows of a tensor by what was worked out for its kind.
+
+        ``together``: in one launch with what is held already and with what comes until it is issued.
+        """
+        issue = again.held if together and self.kernels.holding else again.now
         chunk = self.reserve(rows, tensor.device)
         start = chunk.used
-        if not again(tensor, chunk.device, start):
+        if not issue(tensor, chunk.device, start):
             return None
         chunk.used = start + rows
         return Pending(len(self.chunks) - 1, start, rows)

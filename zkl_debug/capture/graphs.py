@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Kernels, Pending, to_device
 from zkl_debug.capture.frame import Deferred, OpenFrame
-from zkl_debug.capture.late import LateReadings, Templates, ends_part
+from zkl_debug.capture.late import LateReadings, Templates, ends_part, written_behind
 from zkl_debug.capture.layout import RowView, raw_bits, resolve
 from zkl_debug.capture.rows import FrameRows, warmup_rows
 from zkl_debug.schema import U64, Json, SiteBlock, SiteMeta
@@ -338,6 +338,7 @@ class GraphWatch:
         known = plan.fresh.get(same)
         if known is not None and not payload:
             plan.sites.append(replace(known, name=name, meta=meta))
+            self._before_write(plan, name)
             return
         if not self.kernels.ready(tensor, rows):
             self.unreach(
@@ -362,6 +363,7 @@ class GraphWatch:
         plan.slots = max(plan.slots, rows)
         plan.fresh[same] = plan.sites[-1]
         plan.moment = self.kernels.moment()
+        self._before_write(plan, name)
 
     def issued(self, launches: int) -> None:
         """Digests that were held are in the recording now: what comes behind them is news, they are not."""
@@ -370,14 +372,22 @@ class GraphWatch:
             plan.moment = self.kernels.moment()
             if plan.late is not None:
                 plan.late.issued(launches, plan.moment)
+                if plan.late.full():
+                    self._flush(plan, plan.late)
 
     def ended(self, path: str) -> None:
         """A module has ended, and its sites are recorded."""
         plan = self.recording
-        if plan is None or plan.late is None or not (plan.late.full() or ends_part(path)):
-            return
+        if plan is not None and plan.late is not None and ends_part(path):
+            self._flush(plan, plan.late)
+
+    def _before_write(self, plan: Plan, site: str) -> None:
+        if plan.late is not None and written_behind(site):
+            self._flush(plan, plan.late)
+
+    def _flush(self, plan: Plan, late: LateReadings) -> None:
         same = plan.moment is not None and plan.moment == self.kernels.moment()
-        if plan.late.flush(self.kernels) and same:
+        if late.flush(self.kernels) and same:
             plan.moment = self.kernels.moment()
 
     def unreach(self, name: str, reason: str) -> None:

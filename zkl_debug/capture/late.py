@@ -29,12 +29,19 @@ if TYPE_CHECKING:
 AUDITS, AUDITED_ROWS = 4, 64
 #: Tensors of one launch at most.
 _MOST = 32
+#: Behind these something is known to write in place: the rotary embedding of the dynamic engine's queries.
+_WRITTEN_BEHIND = ("/rope.q:in.0",)
 _PART_OF_BLOCK = re.compile(r"(?:.*\.)?\d+\.[^.\d][^.]*")
 
 
 def ends_part(path: str) -> bool:
     """Whether a module is a part of a numbered block, such as the attention or the MLP of a layer."""
     return _PART_OF_BLOCK.fullmatch(path) is not None
+
+
+def written_behind(site: str) -> bool:
+    """Whether what waits should be read at once behind this site, for the sake of fewer launches alone."""
+    return site.endswith(_WRITTEN_BEHIND)
 
 
 @dataclass
