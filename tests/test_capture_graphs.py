@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from zkl_debug.capture.late import AUDITED_ROWS, ends_part
 from zkl_debug.capture.rows import FrameRows, make_rows
 from zkl_debug.digest import digest_array, prefix_digests
 from zkl_debug.digest_torch import digest_tensor
+from zkl_debug.lanes import LaneView
 from zkl_debug.schema import Phase
 from zkl_debug.store.reader import open_capture
 
@@ -125,6 +127,19 @@ class FakeKernels(Kernels):
             )
 
         return Again(issue, issue)
+
+    def several(self, views: Sequence[LaneView]) -> Callable[[Sequence[int], int], bool]:
+        def launch(addresses: Sequence[int], out: int) -> bool:
+            at = out
+            for view, address in zip(views, addresses, strict=True):
+                raw = (ctypes.c_int32 * (view.rows * view.lanes)).from_address(address)
+                digests = digest_array(np.frombuffer(raw, np.int32).reshape(view.rows, view.lanes))
+                ctypes.memmove(at, digests.tobytes(), digests.nbytes)
+                at += digests.nbytes
+            self.issue([lambda: None] * len(views))
+            return True
+
+        return launch
 
 
 class Layer(nn.Module):
@@ -433,6 +448,8 @@ def test_sites_outside_the_graphs_wait_for_the_end_of_the_forward_only_where_not
         if bucket > 0:
             assert {pair[1] for pair in twins.known} >= {"layers.0:in", "layers.1:out"}
             assert {pair[1] for pair in twins.refuted} == {"layers.0:out", "layers.1:in"}
+            # Of the sites that wait, those on the device: one launch a step.
+            assert 30 < launches.count(2) < len(steps)
     # Each site once; and while readings are compared, and again now and then, twice.
     assert counts["plain"] < counts["waiting"] < 1.2 * counts["plain"]
     found = {name: _digests(tmp_path / name) for name in counts}

@@ -123,6 +123,25 @@ def test_several_tensors_in_one_launch_shards_and_places() -> None:
     assert torch.equal(out[places[kept]], outs[0][kept])
 
 
+@gpu
+def test_further_tensors_of_kinds_that_were_worked_out() -> None:
+    device = _need_gpu()
+    launcher = digest_cuda.launcher(device)
+    shapes = [(64, 8), (64, 4096), (64, 12), (7, 1000), (64, 33000)]
+    for dtype in (torch.float32, torch.bfloat16):
+        first = [torch.randn(*shape, device=device).to(dtype) for shape in shapes]
+        views = [lane_view(tensor, tensor.shape[0]) for tensor in first]
+        launch = launcher.several([view for view in views if view is not None])
+        for _ in range(3):
+            tensors = [torch.randn(*shape, device=device).to(dtype) for shape in shapes]
+            out = torch.full((sum(len(t) for t in tensors), 2), -1, dtype=torch.int64, device=device)
+            assert launch([tensor.data_ptr() for tensor in tensors], out.data_ptr())
+            want = [digest_array(tensor.view(torch.int32).cpu().numpy()) for tensor in tensors]
+            assert np.array_equal(out.cpu().numpy().view(np.uint64), np.concatenate(want))
+        off = [torch.randn(shape[0] * shape[1] + 1, device=device).to(dtype)[1:] for shape in shapes]
+        assert not launch([tensor.data_ptr() for tensor in off], out.data_ptr())
+
+
 class InPlace(nn.Module):
     """x -> x + 1, written over x by a kernel that does not touch the version counter of x."""
 

@@ -151,10 +151,41 @@ class Launcher:
         Raises:
             CudaError: the driver refuses.
         """
+        buffer, arguments = self._buffer()
+        function, blocks = self._fill(buffer, targets)
+        self._issue(function, blocks, arguments)
+
+    def several(self, views: Sequence[LaneView]) -> Callable[[Sequence[int], int], bool]:
+        """One launch for up to :data:`ENTRIES` tensors like these, with all but addresses worked out.
+
+        The function takes the address of each tensor and that of the output, where the digests of the second tensor go
+        behind those of the first, and issues the launch on the current stream; False where an address does not allow
+        the reads it was made for. Not to be called by two threads.
+        """
+        starts = list(itertools.accumulate((16 * view.rows for view in views), initial=0))
+        buffer = ctypes.create_string_buffer(_HEADER.size + ENTRIES * _ENTRY.size)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        targets = [Target(view, start) for view, start in zip(views, starts, strict=False)]
+        function, blocks = self._fill(buffer, targets)
+        mask = 15 if all(map(_is_wide, targets)) else 3
+        places = [(_HEADER.size + i * _ENTRY.size, start) for i, start in enumerate(starts[:-1])]
+        put, issue = _ENDS.pack_into, self._issue
+
+        def launch(addresses: Sequence[int], out: int) -> bool:
+            for address, (at, start) in zip(addresses, places, strict=True):
+                if address & mask:
+                    return False
+                put(buffer, at, address, out + start)
+            issue(function, blocks, arguments)
+            return True
+
+        return launch
+
+    def _fill(self, buffer: Any, targets: Sequence[Target]) -> tuple[Any, int]:
+        """Write the table of a launch; returns the kernel and its blocks."""
         table = self.weights(max(t.view.lanes + t.lane_offset for t in targets))
         few = all(t.view.rows < _MANY_FROM_ROWS for t in targets)
-        wide = all(_is_wide(t) for t in targets)
-        buffer, arguments = self._buffer()
+        wide = all(map(_is_wide, targets))
         _HEADER.pack_into(buffer, 0, table.data_ptr(), table.shape[1], len(targets), 0)
         blocks, at = 0, _HEADER.size
         for target in targets:
@@ -168,7 +199,7 @@ class Launcher:
             )  # fmt: skip
             blocks, at = blocks + count, at + _ENTRY.size
         size = next(size for size in _TABLES if len(targets) <= size)
-        self._issue(self._functions[few, wide, size], blocks, arguments)
+        return self._functions[few, wide, size], blocks
 
     def _issue(self, function: Any, blocks: int, arguments: Any) -> None:
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.index))

@@ -28,6 +28,9 @@ class GpuDigest(Protocol):
     def again(self, view: LaneView) -> Callable[[int, int], bool] | None:
         """A launch for tensors like this one: addresses of lanes and output in, False where it does not fit them."""
 
+    def several(self, views: Sequence[LaneView]) -> Callable[[Sequence[int], int], bool] | None:
+        """One launch for tensors like these: addresses of each and of the output in, False where it does not fit."""
+
     def adds(self, view: LaneView) -> bool:
         """Whether :meth:`launch` adds into ``out``, which must then hold zeros."""
 
@@ -51,6 +54,7 @@ class _Cuda:
         self._launcher = digest_cuda.launcher(device)
         self.launch = self._launcher.launch_one
         self.again = self._launcher.again
+        self.several = self._launcher.several
         self._most = digest_cuda.ENTRIES
 
     def launch_all(self, targets: Sequence[Target]) -> int:
@@ -84,6 +88,9 @@ class _Triton:
         return len(targets)
 
     def again(self, view: LaneView) -> Callable[[int, int], bool] | None:  # noqa: ARG002
+        return None
+
+    def several(self, views: Sequence[LaneView]) -> Callable[[Sequence[int], int], bool] | None:  # noqa: ARG002
         return None
 
     def adds(self, view: LaneView) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,6 +204,16 @@ class Kernels:
 
         return Again(now, held)
 
+    def several(self, views: Sequence[LaneView]) -> Callable[[Sequence[int], int], bool] | None:
+        """Digests of further sets of tensors like these in one launch, with all but the addresses worked out.
+
+        Returns:
+            What takes the addresses of the tensors and of the output, int64 [n, 2], where the digests of the second
+            tensor go behind those of the first, and tells whether it could; None where there is no such launch.
+        """
+        kernel = gpu_digest(views[0].owner.device)
+        return None if kernel is None else kernel.several(views)
+
 
 @dataclass
 class Chunk:
@@ -310,6 +320,17 @@ class DeviceFrame:
         chunk = self.reserve(rows, tensor.device)
         start = chunk.used
         if not issue(tensor, chunk.device, start):
+            return None
+        chunk.used = start + rows
+        return Pending(len(self.chunks) - 1, start, rows)
+
+    def launch_several(
+        self, launch: Callable[[Sequence[int], int], bool], addresses: Sequence[int], rows: int, device: torch.device
+    ) -> Pending | None:
+        """Issue ``rows`` digests of tensors at these addresses, one behind the other, by what was worked out."""
+        chunk = self.reserve(rows, device)
+        start = chunk.used
+        if not launch(addresses, chunk.device.data_ptr() + 16 * start):
             return None
         chunk.used = start + rows
         return Pending(len(self.chunks) - 1, start, rows)

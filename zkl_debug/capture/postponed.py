@@ -15,6 +15,7 @@ import torch
 from zkl_debug.capture.device import Pending
 from zkl_debug.capture.frame import OpenFrame
 from zkl_debug.capture.layout import flattened, resolve
+from zkl_debug.capture.together import Together
 from zkl_debug.capture.twins import END
 from zkl_debug.schema import SiteKind
 
@@ -45,6 +46,7 @@ class Postponed:
 
     def __init__(self, session: CaptureSession) -> None:
         self._session = session
+        self._together = Together(session)
         #: Whether nothing is done with a site but to digest it.
         self._allowed = session.forcing is None and session.options.level == "digest"
 
@@ -93,6 +95,8 @@ class Postponed:
         """The forward has been issued: read what waits."""
         frame.may_wait, frame.trusted = False, ()
         waiting, frame.waiting = frame.waiting, []
+        if all(site.first is None for site in waiting) and self._together.record(frame, waiting):
+            return
         for site in waiting:
             if site.first is None:
                 self._record(site)
