@@ -359,6 +359,25 @@ def test_launches_that_second_readings_stand_for_are_taken_out_and_the_digests_s
     assert (facts["launches_taken_out"], facts["read_at_once"]) == (2, 1)
 
 
+def test_at_once_means_at_once(tmp_path: Path) -> None:
+    model = Model()
+    capture = _watched(model, tmp_path / "c", at_once=True)
+    capture.next_rows(_warmup())
+    model.use_graph = True
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    assert model.graph is not None
+    assert not model.graph.kept
+    for tokens in _steps(60):
+        _call(model, capture, tokens, graph=True)
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    assert model.graph.made == 1
+    twins = capture.session.twins
+    assert not any(twins.trusted(*pair[:1], 1, *pair[1:]) or twins.until_end(pair[0], 1) for pair in twins.known)
+    with open_capture(tmp_path / "c") as opened:
+        assert opened.manifest["graphs"]["launches_taken_out"] == 0
+
+
 def test_a_few_replays_are_not_enough_to_take_anything_out(tmp_path: Path) -> None:
     model = Model()
     capture = _recorded(model, tmp_path / "c")

@@ -99,6 +99,7 @@ class Program:
             budget=s.budget,
             strict=s.strict,
             requests=s.requests,
+            at_once=s.at_once,
             rank=rank,
             world=world,
             meta={"attached": {"pid": self._pid, "program": Path(sys.argv[0]).name if sys.argv else ""}},

@@ -33,6 +33,7 @@ class Settings:
         models: models captured at most.
         model: ``module:Class`` of a model class to watch besides the known ones, or empty.
         strict: let failures of the probe stop the program.
+        at_once: on a device, read each site when it is passed.
     """
 
     out: str
@@ -46,6 +47,7 @@ class Settings:
     model: str = ""
     strict: bool = False
     requests: int = 0
+    at_once: bool = False
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """Variables to set: the settings, and the start-up folder first on ``PYTHONPATH``."""
@@ -153,7 +155,7 @@ def _checked(key: str, value: Any) -> Any:
     elif key in _NUMBERS:
         if type(value) is int and value >= 0:
             return value
-    elif key == "strict":
+    elif key in ("strict", "at_once"):
         if isinstance(value, bool):
             return value
     elif key == "model":

@@ -30,6 +30,7 @@ class RecordOptions:
     budget: int | None = None
     strict: bool = False
     certify: bool = True
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,7 @@ def _capture(context: BedContext, side: str, folder: Path, record: RecordOptions
         layers=record.layers,
         budget=record.budget,
         strict=record.strict,
+        at_once=record.at_once,
         meta=meta,
         rank=context.rank[0],
         world=context.rank[1],

@@ -71,6 +71,7 @@ class Capture:
         budget: cap on payload bytes.
         strict: raise probe failures instead of switching the probe off.
         requests: generation requests to record; 0 for all. Frames are recorded while one of the first so many runs.
+        at_once: on a device, read each site when it is passed; see :class:`~zkl_debug.capture.options.CaptureOptions`.
         meta: extra facts for the manifest.
         adapter: engine adapter; default chosen from the model's class.
         rank, world: this process among those that write into ``out``.
@@ -92,6 +93,7 @@ class Capture:
         budget: int | None = None,
         strict: bool = False,
         requests: int = 0,
+        at_once: bool = False,
         meta: Mapping[str, Json] | None = None,
         adapter: Adapter | None = None,
         rank: int = 0,
@@ -101,7 +103,7 @@ class Capture:
         self.model = model
         self.out = Path(out) if out is not None else None
         self.side = side
-        self.options = CaptureOptions(level, tuple(sites), layers, budget, strict, requests)
+        self.options = CaptureOptions(level, tuple(sites), layers, budget, strict, requests, at_once)
         self.extra = dict(meta or {})
         self.rank, self.world = rank, world
         self.forcing = forcing

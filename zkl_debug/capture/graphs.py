@@ -216,7 +216,8 @@ class GraphWatch:
         taps.wrap(self.graph_class, "capture_begin", self._begin)
         taps.wrap(self.graph_class, "capture_end", self._end)
         taps.wrap(self.graph_class, "replay", self._replay)
-        if self.session.options.level == "digest" and self.kernels.edits(self.graph_class):
+        options = self.session.options
+        if options.level == "digest" and not options.at_once and self.kernels.edits(self.graph_class):
             self._templates = Templates()
             taps.wrap(self.graph_class, "__init__", self._templates.made)
 

@@ -20,6 +20,8 @@ class CaptureOptions:
         budget: cap on payload bytes; None for no cap.
         strict: raise probe failures instead of disabling the probe.
         requests: record while one of the first so many generation requests runs; 0 for all.
+        at_once: on a device, read each site when it is passed, even where it was seen to be the same a little later or
+            at another site.
     """
 
     level: str = "digest"
@@ -28,6 +30,7 @@ class CaptureOptions:
     budget: int | None = None
     strict: bool = False
     requests: int = 0
+    at_once: bool = False
 
     def __post_init__(self) -> None:
         if self.level not in ("digest", "payload", "off"):

@@ -48,7 +48,7 @@ class Postponed:
         self._session = session
         self._together = Together(session)
         #: Whether nothing is done with a site but to digest it.
-        self._allowed = session.forcing is None and session.options.level == "digest"
+        self._allowed = session.forcing is None and session.options.level == "digest" and not session.options.at_once
 
     def begin(self, frame: OpenFrame) -> None:
         """A frame is opened: which of its sites may wait."""

@@ -63,7 +63,7 @@ class CaptureSession:
         self.in_forward = False  # between the model's first hook and its last
         self.kernels = Kernels()
         self.graphs: GraphWatch | None = None
-        self.twins = Twins()
+        self.twins = Twins(options.at_once)
         self.seen_eager: set[str] = set()
         self.seen_graph: set[str] = set()
         self._pool = ChunkPool()

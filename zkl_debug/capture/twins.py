@@ -54,8 +54,13 @@ class Reading:
 
 @dataclass
 class Twins:
-    """Pairs of sites by frame class (phase and whether a graph was replayed)."""
+    """Pairs of sites by frame class (phase and whether a graph was replayed).
 
+    Attributes:
+        never: trust none.
+    """
+
+    never: bool = False
     known: set[tuple[int, str, str]] = field(default_factory=set)
     refuted: set[tuple[int, str, str]] = field(default_factory=set)
     betrayed: set[tuple[int, str, str]] = field(default_factory=set)  # refuted after they had been trusted
@@ -63,11 +68,11 @@ class Twins:
 
     def trusted(self, phase: int, frame: int, first: str, second: str) -> bool:
         """Whether ``second`` may take the digests of ``first`` in this frame."""
-        return frame % RECHECK != 0 and (phase, first, second) in self.known
+        return frame % RECHECK != 0 and not self.never and (phase, first, second) in self.known
 
     def until_end(self, phase: int, frame: int) -> Container[str]:
         """The sites that may be read when the forward of this frame has been issued."""
-        return () if frame % RECHECK == 0 else self._until_end.get(phase, ())
+        return () if frame % RECHECK == 0 or self.never else self._until_end.get(phase, ())
 
     def refuses(self, phase: int, first: str, second: str) -> bool:
         """Whether the two were once unequal."""

@@ -19,7 +19,7 @@ from zkl_debug.cli.layoutopts import layout_options, take_layouts
 from zkl_debug.errors import ExitCode, UsageError
 
 #: Options that both kinds of run have; those of a program alone. All others are of a bed alone.
-_COMMON = frozenset({"side", "level", "sites", "layers", "budget", "strict", "out", "program", "bed"})
+_COMMON = frozenset({"side", "level", "sites", "layers", "budget", "strict", "at_once", "out", "program", "bed"})
 _PROGRAM = frozenset({"steps", "requests", "model"})
 _SIDES = {"train": ("train",), "gen": ("gen",), "both": ("gen", "train")}
 
@@ -78,6 +78,7 @@ def _check_given(context: click.Context, wrong: Iterable[str], what: str) -> Non
 @click.option("--layers", default=None, metavar="N-M", help="Record only these layers.")
 @click.option("--budget", type=SIZE, default=None, help="Cap on payload bytes a side, e.g. 4GiB.")
 @click.option("--strict", is_flag=True, help="Stop when the probe fails instead of going on without it.")
+@click.option("--at-once", is_flag=True, help="On a GPU, read each site when it is passed, never a little later.")
 @click.option("--no-certify", is_flag=True, help="Skip the plain runs A0 and A1 that prove the probe changed nothing.")
 @click.option("--steps", type=click.IntRange(0), default=0, help="Of a program: stop after so many optimizer steps.")
 @click.option("--requests", type=click.IntRange(0), default=0, help="Of a program: record the first so many requests.")
@@ -96,6 +97,7 @@ def command(
     layers: str | None,
     budget: int | None,
     strict: bool,
+    at_once: bool,
     no_certify: bool,
     steps: int,
     requests: int,
@@ -126,6 +128,7 @@ def command(
             model=model,
             strict=strict,
             requests=requests,
+            at_once=at_once,
         )
         return run_program(program, settings)
     if bed is None:
@@ -137,7 +140,7 @@ def command(
 
     layouts = take_layouts(values)
     options = replace(make_options(bed, values, _SIDES[side]), **layouts)
-    record = RecordOptions(level, sites, parse_layers(layers), budget, strict, not no_certify)
+    record = RecordOptions(level, sites, parse_layers(layers), budget, strict, not no_certify, at_once)
     console = stderr()
     with console.status("starting") as status:
         done = record_bed(options, out, record, lambda text: status.update(text))
