@@ -26,6 +26,7 @@ from zkl_debug.schema import Json
 ROUNDS = 5
 SEQUENCES, SEQUENCE = 8, 2048
 DECODED, DECODE_PROMPT, DECODE_TOKENS = 64, 128, 96
+_PREFILL_STEPS = 3  # and the first decode steps behind them
 _KERNEL_SHAPES = ((16384, 8192), (16384, 2048))
 
 Say = Callable[[str], None]
@@ -40,7 +41,8 @@ def bench_gpu(
     """Time the digest kernel, scoring and decoding, or some of them.
 
     Returns:
-        ``kernel``: bytes read per second; ``scoring`` and ``decode``: seconds and ratios to the plain run.
+        ``kernel``: bytes read per second; ``scoring`` and ``decode``: seconds and ratios to the plain run, of decode
+        those of a step, too, of which a run's median is taken.
 
     Raises:
         UsageError: this machine cannot run the bed ``gpt-te``.
@@ -172,28 +174,44 @@ def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str,
     times: dict[str, list[float]] = {}
     facts: dict[str, Json] = {"sequences": DECODED, "steps": DECODE_TOKENS}
 
+    steps: list[float] = []
+    step_times: dict[str, list[float]] = {}
+    step = generator.engine.step_modern
+
+    def timed_step() -> Any:
+        begin = time.perf_counter()
+        result = step()  # ends with the sampled tokens on the host
+        steps.append(time.perf_counter() - begin)
+        return result
+
     def run() -> None:
         generator.generate(requests)
 
+    def time_run(name: str) -> None:
+        steps.clear()
+        _time(times, name, run)
+        step_times.setdefault(name, []).append(statistics.median(steps[_PREFILL_STEPS:]))
+
+    generator.engine.step_modern = timed_step
     run()
     for number in range(rounds):
-        _time(times, "plain", run)
+        time_run("plain")
         with Capture(model, None, "gen", level="off"):
-            _time(times, "off", run)
-        _time(times, "plain", run)
+            time_run("off")
+        time_run("plain")
         with ExitStack() as stack:
             capture = stack.enter_context(Capture(model, root / f"d{number}", "gen"))
             generator.record_graphs()
-            _time(times, "digest-first", run)
+            time_run("digest-first")
             for _ in range(2):
                 capture.session.flush()
-                _time(times, "digest", run)
+                time_run("digest")
             facts["sites"], facts["errors"] = len(capture.session.metas), list(capture.session.errors)
             facts["graphs"] = capture.session.summary()["graphs"]
         shutil.rmtree(root / f"d{number}")
         generator.record_graphs()
         run()
-    return {**facts, **_figures(times)}
+    return {**facts, **_figures(times), "step": _figures(step_times)}
 
 
 def _time(times: dict[str, list[float]], name: str, run: Callable[[], None]) -> None:
