@@ -116,7 +116,7 @@ __device__ __forceinline__ void digest(const Table<N>& t) {
         for (int r = 0; r < ROWS; ++r) row[r] = e.x + (i64)min(row0 + r, e.rows - 1) * e.stride;
         const int2* w_1 = t.weights + e.offset;
         const int2* w_2 = w_1 + t.pitch;
-#pragma unroll 2
+#pragma unroll (ROWS == 1 ? 4 : 2)
         for (int lane = (part * 32 + thread) * 4; lane < e.lanes; lane += share * 128) {
             const Chunk c = chunk_of<WIDE>(lane, e);
             int4 x[ROWS];
