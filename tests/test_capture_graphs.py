@@ -17,6 +17,7 @@ from zkl_debug.capture.device import Again, Kernels
 from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.late import AUDITED_ROWS, ends_part
 from zkl_debug.capture.rows import FrameRows, make_rows
+from zkl_debug.capture.twins import RECHECK
 from zkl_debug.digest import digest_array, prefix_digests
 from zkl_debug.digest_torch import digest_tensor
 from zkl_debug.lanes import LaneView
@@ -55,6 +56,21 @@ class FakeGraph:
             step()
 
 
+class FakeExecutable:
+    """Some of the steps of a graph."""
+
+    launches = 0
+    ready = True
+
+    def __init__(self, steps: list[Callable[[], None]]) -> None:
+        self.steps = steps
+
+    def launch(self) -> None:
+        FakeExecutable.launches += 1
+        for step in self.steps:
+            step()
+
+
 def _copy(to: torch.Tensor, value: torch.Tensor) -> None:
     to.copy_(value)
 
@@ -80,11 +96,11 @@ class FakeKernels(Kernels):
     def can_wait(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
         return True
 
-    def take_out(self, graph: FakeGraph, nodes: list[int]) -> set[int]:
-        for node in nodes:
-            graph.steps[node - 1] = lambda: None
-        graph.instantiate()
-        return set(nodes)
+    def without(self, graph: FakeGraph, nodes: list[int]) -> Any:
+        return FakeExecutable([step for at, step in enumerate(graph.steps, 1) if at not in nodes]), set(nodes)
+
+    def drawn(self, generators: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(generators)
 
     def ready(self, tensor: torch.Tensor, rows: int) -> bool:  # noqa: ARG002
         return True
@@ -334,8 +350,9 @@ def _steps(count: int) -> list[list[int]]:
     return [[1 + i % 90, 2 + i % 7, 3, 4 + i % 50] for i in range(count)]
 
 
-def test_launches_that_second_readings_stand_for_are_taken_out_and_the_digests_stay(tmp_path: Path) -> None:
-    model, steps = Model(), _steps(60)
+def test_launches_that_second_readings_stand_for_are_left_out_and_the_digests_stay(tmp_path: Path) -> None:
+    model, steps = Model(), _steps(70)
+    FakeExecutable.launches = 0
     capture = _recorded(model, tmp_path / "graph")
     assert model.graph is not None
     recorded = len(model.graph.steps)
@@ -343,8 +360,9 @@ def test_launches_that_second_readings_stand_for_are_taken_out_and_the_digests_s
         _call(model, capture, tokens, graph=True)
         capture.session.flush()
     capture.__exit__(None, None, None)
-    assert model.graph.made == 2  # once as the program would, once without the launches
-    assert len(model.graph.steps) == recorded
+    assert (model.graph.made, len(model.graph.steps)) == (1, recorded)  # the program's graph is as it was
+    settled = AUDITED_ROWS // 4  # after so many frames, and one that notices
+    assert FakeExecutable.launches == len([i for i in range(settled + 1, len(steps)) if i % RECHECK])
     eager = Model()
     capture = _watched(eager, tmp_path / "eager")
     for tokens in steps:
@@ -356,7 +374,7 @@ def test_launches_that_second_readings_stand_for_are_taken_out_and_the_digests_s
     with open_capture(tmp_path / "graph") as opened:
         facts = opened.manifest["graphs"]
     # Out of layer 0 is the buffer that layer 1 writes over: it is still read when it is there. The other two wait.
-    assert (facts["launches_taken_out"], facts["read_at_once"]) == (2, 1)
+    assert (facts["launches_left_out"], facts["read_at_once"]) == (2, 1)
 
 
 def test_at_once_means_at_once(tmp_path: Path) -> None:
@@ -375,7 +393,7 @@ def test_at_once_means_at_once(tmp_path: Path) -> None:
     twins = capture.session.twins
     assert not any(twins.trusted(*pair[:1], 1, *pair[1:]) or twins.until_end(pair[0], 1) for pair in twins.known)
     with open_capture(tmp_path / "c") as opened:
-        assert opened.manifest["graphs"]["launches_taken_out"] == 0
+        assert opened.manifest["graphs"]["launches_left_out"] == 0
 
 
 def test_a_few_replays_are_not_enough_to_take_anything_out(tmp_path: Path) -> None:
@@ -385,9 +403,10 @@ def test_a_few_replays_are_not_enough_to_take_anything_out(tmp_path: Path) -> No
         _call(model, capture, tokens, graph=True)
         capture.session.flush()
     _call(model, capture, [1, 2, 3, 4], graph=True)
+    watch = capture.session.graphs
+    assert watch is not None
+    assert not watch._settled
     capture.__exit__(None, None, None)
-    assert model.graph is not None
-    assert model.graph.made == 1
 
 
 def test_a_tensor_written_only_now_and_then_is_found_while_both_readings_are_compared(tmp_path: Path) -> None:
@@ -409,21 +428,68 @@ def test_a_tensor_written_only_now_and_then_is_found_while_both_readings_are_com
         assert opened.manifest["graphs"]["read_at_once"] == 2
 
 
-def test_readings_that_part_after_one_was_given_up_are_an_error(tmp_path: Path) -> None:
+def test_readings_that_part_after_one_was_left_out_are_an_error_and_both_are_made_again(tmp_path: Path) -> None:
+    """The buffer is written over when one token comes by, for the first time long after the readings were compared."""
     model = Model()
     capture = _recorded(model, tmp_path / "c")
-    for tokens in _steps(40):
+    graph = model.graph
+    assert graph is not None
+    static, steps = model.static, _steps(100)
+    steps[64][0] = 99
+    first = next(i for i, step in enumerate(graph.steps) if step.__qualname__.startswith("Layer"))
+    layer = graph.steps[first]
+
+    def run_layer() -> None:
+        layer()
+        if static[0, 0, 0] == model.table[99, 0]:
+            static.add_(1)
+
+    graph.steps[first] = run_layer
+    for tokens in steps:
         _call(model, capture, tokens, graph=True)
         capture.session.flush()
-    watch = capture.session.graphs
-    assert watch is not None
-    [(late, sites)] = watch._settled
-    late.compare(sites[0].start, np.zeros((1, 2), np.uint64), np.ones((1, 2), np.uint64))
+        if tokens is steps[64]:  # both readings were made, for its number is a multiple of RECHECK
+            FakeExecutable.launches = 0
+    assert FakeExecutable.launches == 0
     capture.__exit__(None, None, None)
     with open_capture(tmp_path / "c") as opened:
         probe = opened.manifest["probe"]
+        got = np.array(opened.sites["layers.0:in"].digest).reshape(len(steps), 4, 2)
     assert not probe["ok"]
     assert "layers.0:in" in probe["errors"][0]
+    want = [digest_array(model.table[tokens].numpy()) for tokens in steps]
+    assert np.array_equal(got, np.stack(want))
+
+
+def test_a_graph_that_draws_random_numbers_is_replayed_as_it_is(tmp_path: Path) -> None:
+    model, drawn = Model(), iter(range(1000))
+    capture = _recorded(model, tmp_path / "c")
+    capture.session.kernels.drawn = lambda generators: (len(generators), next(drawn))  # type: ignore[method-assign]
+    FakeExecutable.launches = 0
+    for tokens in _steps(40):
+        _call(model, capture, tokens, graph=True)
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    assert next(drawn) == 2  # asked once, before and after a replay
+    assert FakeExecutable.launches == 0
+
+
+def test_a_launch_that_the_driver_refuses_is_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: FakeExecutable) -> None:
+        raise OSError("refused")
+
+    monkeypatch.setattr(FakeExecutable, "launch", refuse)
+    model = Model()
+    capture = _recorded(model, tmp_path / "c")
+    for tokens in _steps(40):
+        out = _call(model, capture, tokens, graph=True)
+        assert torch.equal(out[:, 0], model.table[tokens] * 6)
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    with open_capture(tmp_path / "c") as opened:
+        assert opened.manifest["probe"]["errors"] == ["refused"]
+        got = np.array(opened.sites["layers.0:in"].digest).reshape(40, 4, 2)
+    assert np.array_equal(got, np.stack([digest_array(model.table[tokens].numpy()) for tokens in _steps(40)]))
 
 
 def test_a_graph_whose_template_the_program_keeps_is_not_edited(tmp_path: Path) -> None:

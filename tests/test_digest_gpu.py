@@ -265,7 +265,7 @@ class Blocks(Chain):
 
 
 @gpu
-def test_launches_are_taken_out_of_a_real_graph_and_the_digests_stay(tmp_path: Path) -> None:
+def test_launches_are_left_out_of_a_real_graph_and_the_digests_stay(tmp_path: Path) -> None:
     """What is written over keeps its launch; of the others the block's launch is enough. The program's result stays."""
     device = _need_gpu()
     steps = [[k, k + 1, k + 2] for k in range(80)]
@@ -288,5 +288,5 @@ def test_launches_are_taken_out_of_a_real_graph_and_the_digests_stay(tmp_path: P
     assert set(found["eager"]) == set(found["graph"])
     for site, want in found["eager"].items():
         assert np.array_equal(want, found["graph"][site]), site
-    assert facts["launches_taken_out"] > 0
+    assert facts["launches_left_out"] > 0
     assert facts["read_at_once"] >= 6  # out of ``first`` of every part

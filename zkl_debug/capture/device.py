@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from zkl_debug.capture import graph_edit
+from zkl_debug.capture.graph_edit import Executable
 from zkl_debug.capture.layout import I64, RowView, raw_bits
 from zkl_debug.digest_gpu import digest_device, gpu_digest, target
 from zkl_debug.lanes import LaneView, lane_view
@@ -25,6 +27,7 @@ from zkl_debug.lanes import LaneView, lane_view
 #: Digests of a chunk: 16 MiB.
 CHUNK_ROWS = 1 << 20
 _ALIGNED = 16
+_TEMPLATE = ("raw_cuda_graph", "raw_cuda_graph_exec", "instantiate")
 
 
 #: Digests of a tensor of one kind: the tensor, where they go and from which row on; False where it cannot.
@@ -160,23 +163,25 @@ class Kernels:
 
     # ---- recorded graphs ------------------------------------------------------------------------------------------
     def edits(self, graph_class: Any) -> bool:
-        """Whether kernels can be taken out of graphs of this class once they are recorded."""
-        return torch.cuda.is_available() and all(hasattr(graph_class, n) for n in ("raw_cuda_graph", "instantiate"))
+        """Whether others can be made of recorded graphs of this class."""
+        return torch.cuda.is_available() and all(hasattr(graph_class, name) for name in _TEMPLATE)
 
     def can_wait(self, tensor: torch.Tensor) -> bool:
         """Whether the digest of a tensor is one node of a graph, alone or with others."""
         kernel = gpu_digest(tensor.device)
         return kernel is not None and kernel.name == "cuda"
 
-    def take_out(self, graph: Any, nodes: list[int]) -> set[int]:
-        """Take nodes out of a graph that keeps its template, and make it executable anew; returns those it was."""
-        from zkl_debug.capture.graph_edit import take_out
+    def without(self, graph: Any, nodes: list[int]) -> tuple[Executable, set[int]] | None:
+        """A graph like one that keeps its template, without some nodes, and the nodes it lacks; None if it lacks none.
 
-        torch.cuda.synchronize()  # nothing of the graph as it was is running
-        taken = take_out(graph.raw_cuda_graph(), nodes)
-        if taken:
-            graph.instantiate()
-        return taken
+        Raises:
+            OSError: the driver refuses.
+        """
+        return graph_edit.without(graph.raw_cuda_graph(), graph.raw_cuda_graph_exec(), nodes)
+
+    def drawn(self, generators: Sequence[torch.Generator]) -> tuple[int, ...]:
+        """How far random generators are, those of the devices among them."""
+        return tuple(int(generator.get_offset()) for generator in (*torch.cuda.default_generators, *generators))
 
     def again(self, tensor: torch.Tensor, rows: int) -> Again | None:
         """:meth:`digest` for further tensors that begin with rows like these, with all worked out that can be.

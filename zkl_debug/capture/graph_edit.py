@@ -1,4 +1,4 @@
-"""Taking kernels out of a recorded CUDA graph by the driver's own calls; what ran behind them stays behind."""
+"""A recorded CUDA graph without some of its kernels, executable beside it; made by the driver's own calls."""
 
 from __future__ import annotations
 
@@ -7,28 +7,84 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 
-def take_out(graph: int, nodes: Iterable[int]) -> set[int]:
-    """Take nodes out of a graph; what ran behind one then runs behind what ran before it.
 
-    An executable graph made of it earlier is not changed. A node whose edges the driver does not tell in full (a
-    launch that may begin before the one before it has ended) or does not let go stays where it is.
-
-    Args:
-        graph: ``cudaGraph_t`` as an integer.
-        nodes: ``cudaGraphNode_t`` of kernels of that graph.
-
-    Returns:
-        Those that were taken out.
+class Executable:
+    """A graph that can be launched on the current stream of the device it was made on; freed with this object.
 
     Raises:
-        OSError: there is no driver.
+        OSError: the driver refuses to make it.
+    """
+
+    def __init__(self, graph: int, flags: int) -> None:
+        self._driver = _driver()
+        self._device = torch.cuda.current_device()
+        self._exec = ctypes.c_void_p()
+        status = self._driver.cuGraphInstantiateWithFlags(
+            ctypes.byref(self._exec), ctypes.c_void_p(graph), ctypes.c_ulonglong(flags)
+        )
+        if status != 0:
+            raise OSError(f"a graph without the first readings cannot be made: CUDA error {status}")
+
+    @property
+    def ready(self) -> bool:
+        """Whether this is the device it was made on."""
+        return bool(torch._C._cuda_getDevice() == self._device)
+
+    def launch(self) -> None:
+        """Launch it on the current stream.
+
+        Raises:
+            OSError: the driver refuses.
+        """
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device))
+        status = self._driver.cuGraphLaunch(self._exec, stream)
+        if status != 0:
+            raise OSError(f"a graph without the first readings cannot be launched: CUDA error {status}")
+
+    def __del__(self) -> None:
+        if self._exec.value:
+            self._driver.cuGraphExecDestroy(self._exec)
+
+
+def without(template: int, executable: int, nodes: Iterable[int]) -> tuple[Executable, set[int]] | None:
+    """A graph without some of its nodes; what ran behind one of them then runs behind what ran before it.
+
+    The graph itself is not changed. A node whose edges the driver does not tell in full (a launch that may begin before
+    the one before it has ended) or does not let go stays.
+
+    Args:
+        template: ``cudaGraph_t`` as an integer.
+        executable: ``cudaGraphExec_t`` made of it, whose way of being made is taken over.
+        nodes: ``cudaGraphNode_t`` of kernels of the template.
+
+    Returns:
+        The graph and the nodes that it lacks; None when it would lack none.
+
+    Raises:
+        OSError: there is no driver, or it refuses.
     """
     driver = _driver()
-    return {node for node in nodes if _take_out(driver, graph, node)}
+    copy, flags = ctypes.c_void_p(), ctypes.c_ulonglong()
+    if driver.cuGraphClone(ctypes.byref(copy), ctypes.c_void_p(template)) != 0:
+        raise OSError("the graph cannot be copied")
+    try:
+        gone = {node for node in nodes if _take_out(driver, copy, node)}
+        if not gone:
+            return None
+        if driver.cuGraphExecGetFlags(ctypes.c_void_p(executable), ctypes.byref(flags)) != 0:
+            raise OSError("how the graph was made executable cannot be told")
+        return Executable(copy.value or 0, flags.value), gone
+    finally:
+        driver.cuGraphDestroy(copy)
 
 
-def _take_out(driver: Any, graph: int, node: int) -> bool:
+def _take_out(driver: Any, graph: ctypes.c_void_p, original: int) -> bool:
+    found = ctypes.c_void_p()
+    if driver.cuGraphNodeFindInClone(ctypes.byref(found), ctypes.c_void_p(original), graph) != 0:
+        return False
+    node = found.value or 0
     before = _neighbours(driver.cuGraphNodeGetDependencies, node)
     behind = _neighbours(driver.cuGraphNodeGetDependentNodes, node)
     if before is None or behind is None:
@@ -40,13 +96,12 @@ def _take_out(driver: Any, graph: int, node: int) -> bool:
         for second in behind:
             if second not in known and not _order(driver, graph, first, second):
                 return False  # an edge too many changes nothing
-    return bool(driver.cuGraphDestroyNode(ctypes.c_void_p(node)) == 0)
+    return bool(driver.cuGraphDestroyNode(found) == 0)
 
 
-def _order(driver: Any, graph: int, first: int, second: int) -> bool:
+def _order(driver: Any, graph: ctypes.c_void_p, first: int, second: int) -> bool:
     ends = [(ctypes.c_void_p * 1)(end) for end in (first, second)]
-    status = driver.cuGraphAddDependencies(ctypes.c_void_p(graph), *ends, ctypes.c_size_t(1))
-    return bool(status == 0)
+    return bool(driver.cuGraphAddDependencies(graph, *ends, ctypes.c_size_t(1)) == 0)
 
 
 def _neighbours(function: Any, node: int) -> list[int] | None:

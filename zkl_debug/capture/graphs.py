@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Kernels, Pending, to_device
 from zkl_debug.capture.frame import Deferred, OpenFrame
-from zkl_debug.capture.late import LateReadings, Templates, ends_part, written_behind
+from zkl_debug.capture.late import LateReadings, Light, Templates, ends_part, generators, written_behind
 from zkl_debug.capture.layout import RowView, raw_bits, resolve
 from zkl_debug.capture.rows import FrameRows, warmup_rows
+from zkl_debug.capture.twins import RECHECK
 from zkl_debug.schema import U64, Json, SiteBlock, SiteMeta
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ class Plan:
         slots: token slots of the call the graph was recorded for.
         moment: how far the recording was behind the last digest.
         fresh: by memory, the sites read since anything but digests was recorded: what they read is as it was.
-        late: second readings, None where there are none or they are settled.
+        late: second readings, None where there are none.
+        light: what is launched in its place between rechecks, once that is known to do.
     """
 
     owner: object
@@ -69,6 +71,7 @@ class Plan:
     moment: tuple[int, ...] | None = None
     fresh: dict[object, GraphSite] = field(default_factory=dict)
     late: LateReadings | None = None
+    light: Light | None = None
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ class GraphWatch:
         self.unreached_replays = self.unkeyed_replays = 0
         self.unreached: dict[str, str] = {}
         self.sizes: set[int] = set()
-        self.taken_out = self.read_at_once = 0
+        self.left_out = self.read_at_once = 0
         self._arena: torch.Tensor | None = None
         self._used = 0
         self._templates: Templates | None = None
@@ -220,6 +223,8 @@ class GraphWatch:
         if options.level == "digest" and not options.at_once and self.kernels.edits(self.graph_class):
             self._templates = Templates()
             taps.wrap(self.graph_class, "__init__", self._templates.made)
+            if hasattr(self.graph_class, "register_generator_state"):
+                taps.wrap(self.graph_class, "register_generator_state", self._templates.registered)
 
     def _begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -259,21 +264,34 @@ class GraphWatch:
         @functools.wraps(original)
         def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
             session = self.session
-            if session.enabled:
-                plan = getattr(graph, _ATTRIBUTE, None)
-                frame = session.frame
-                if frame is not None and plan is not None and plan.owner is self and plan not in frame.replayed:
-                    if plan.late is not None and plan.late.due:
-                        with session.guarded("graph:settle"):
-                            plan = self._settle(graph, plan, plan.late)
-                    if not frame.rows.warmup:  # the common case: nothing to ask of the device
-                        self.replays += 1
-                        frame.plans.append(plan)
-                        frame.replayed.add(plan)
-                else:
-                    with session.guarded("graph:replay"):
-                        self._replaying(plan)
-            return original(graph, *args, **kwargs)
+            if not session.enabled:
+                return original(graph, *args, **kwargs)
+            plan: Plan | None = getattr(graph, _ATTRIBUTE, None)
+            frame = session.frame
+            unknown = plan is None or frame is None or plan.owner is not self or plan in frame.replayed
+            if unknown or plan is None or frame is None or frame.rows.warmup:
+                with session.guarded("graph:replay"):
+                    self._replaying(plan)
+                return original(graph, *args, **kwargs)
+            self.replays += 1  # the common case: nothing to ask of the device
+            frame.replayed.add(plan)
+            if plan.light is not None and frame.index % RECHECK and plan.light.usable:
+                try:
+                    plan.light.executable.launch()
+                    frame.plans.append(plan.light.plan)
+                    return None
+                except OSError as error:
+                    plan.light = None
+                    session.errors.append(str(error))
+            frame.plans.append(plan)
+            if plan.late is None or not plan.late.due:
+                return original(graph, *args, **kwargs)
+            drawn = self.kernels.drawn(generators(graph))
+            result = original(graph, *args, **kwargs)
+            with session.guarded("graph:settle"):
+                # What draws random numbers is prepared by the replay itself, so it stays the only way.
+                self._settle(graph, plan, plan.late, drawn == self.kernels.drawn(generators(graph)))
+            return result
 
         return replay
 
@@ -286,7 +304,7 @@ class GraphWatch:
         self._used = 0
 
     def _late(self, graph: Any) -> LateReadings | None:
-        """Room for the second readings of a graph, where its kernels can be taken out later."""
+        """Room for the second readings of a graph, where one without the first can be made."""
         if self._templates is None or not self._templates.has(graph) or self._arena is None:
             return None
         return LateReadings(self._arena, self._take)
@@ -298,19 +316,17 @@ class GraphWatch:
         start, self._used = self._used, self._used + rows
         return start
 
-    def _settle(self, graph: Any, plan: Plan, late: LateReadings) -> Plan:
-        """Take out the launches that the second readings stand for."""
-        plan.late = None  # whatever comes of it, it is not tried again
+    def _settle(self, graph: Any, plan: Plan, late: LateReadings, repeatable: bool) -> None:
+        """Make a graph without the launches that second readings stand for."""
+        late.tried = True  # whatever comes of it
         gone = late.superfluous()
-        if not gone:
-            return plan
-        taken = self.kernels.take_out(graph, gone)
-        self.taken_out += len(taken)
-        settled = Plan(self, late.settled(plan.sites, taken), plan.slots)
-        self._settled.append((late, plan.sites))
+        made = self.kernels.without(graph, gone) if gone and repeatable else None
+        if made is not None:
+            executable, nodes = made
+            plan.light = Light(executable, Plan(self, late.settled(plan.sites, nodes), plan.slots), late)
+            self.left_out += len(nodes)
+            self._settled.append((late, plan.sites))
         self.read_at_once += len({site.start for site in plan.sites} - late.trusted)
-        setattr(graph, _ATTRIBUTE, settled)
-        return settled
 
     # ---- while a graph is being recorded --------------------------------------------------------------------------
     @property
@@ -470,6 +486,6 @@ class GraphWatch:
             "only_eager": reasons,
             "only_graph": sorted(graphed - eager) if eager else [],
             "out_of_reach": dict(sorted(self.unreached.items())),
-            "launches_taken_out": self.taken_out,
+            "launches_left_out": self.left_out,
             "read_at_once": self.read_at_once,
         }

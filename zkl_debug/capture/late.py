@@ -4,13 +4,15 @@ A launch for every hook is what is right without knowing the program: whatever t
 read. In a decode step those launches cost more than all they read. So each tensor is read a second time while a graph
 is recorded, together with others, where the block it belongs to ends; the probe holds it until then, so that its memory
 is given to no other. Whether nothing wrote into it in between is not assumed, but measured: the first replays on real
-rows carry both readings, and they are compared bit by bit. A tensor whose readings were ever unequal keeps its launch;
-the launches of the others are then taken out of the graph, and the graph is made executable anew. Kernels of the
-program are neither recorded again nor changed.
+rows carry both readings, and they are compared bit by bit. Then a second executable graph is made of what was recorded,
+without the first readings of the tensors that were the same both times, and launched in place of the graph; in every
+frame whose number is a multiple of :data:`~zkl_debug.capture.twins.RECHECK` the graph itself is replayed and its two
+readings are compared again. The graph of the program is neither recorded again nor changed.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,12 +25,14 @@ from zkl_debug.schema import U64
 
 if TYPE_CHECKING:
     from zkl_debug.capture.device import Kernels
-    from zkl_debug.capture.graphs import GraphSite
+    from zkl_debug.capture.graph_edit import Executable
+    from zkl_debug.capture.graphs import GraphSite, Plan
 
 #: Replays, and rows of them, whose two readings are compared.
 AUDITS, AUDITED_ROWS = 4, 64
 #: Tensors of one launch at most.
 _MOST = 32
+_TEMPLATE, _GENERATORS = "_zkl_template", "_zkl_generators"
 #: Behind these something is known to write in place: the rotary embedding of the dynamic engine's queries.
 _WRITTEN_BEHIND = ("/rope.q:in.0",)
 _PART_OF_BLOCK = re.compile(r"(?:.*\.)?\d+\.[^.\d][^.]*")
@@ -55,7 +59,8 @@ class LateReadings:
         nodes: by the row of a first reading, the node of its launch; 0 when it is not known.
         written: rows of first readings whose second one was unequal.
         audited, audited_rows: replays that were compared, and rows.
-        trusted: rows of first readings that are made no longer.
+        trusted: rows of first readings that are left out between rechecks.
+        tried: whether :meth:`settled` was.
     """
 
     arena: torch.Tensor
@@ -66,13 +71,14 @@ class LateReadings:
     audited: int = 0
     audited_rows: int = 0
     trusted: frozenset[int] = frozenset()
+    tried: bool = False
     _waiting: dict[object, tuple[torch.Tensor, int, int]] = field(default_factory=dict)
     _unplaced: list[int] = field(default_factory=list)
 
     @property
     def due(self) -> bool:
-        """Whether enough was compared."""
-        return self.audited >= AUDITS and self.audited_rows >= AUDITED_ROWS
+        """Whether enough was compared, and nothing made of it yet."""
+        return not self.tried and self.audited >= AUDITS and self.audited_rows >= AUDITED_ROWS
 
     # ---- while the graph is being recorded ------------------------------------------------------------------------
     def read(self, start: int) -> None:
@@ -127,7 +133,7 @@ class LateReadings:
 
     @property
     def betrayed(self) -> bool:
-        """Whether a replay that was read out later had unequal readings of a tensor that is now read once."""
+        """Whether a later replay had unequal readings of a tensor that is read once between rechecks."""
         return not self.trusted.isdisjoint(self.written)
 
     def settled(self, sites: list[GraphSite], gone: set[int]) -> list[GraphSite]:
@@ -136,25 +142,59 @@ class LateReadings:
         return [replace(site, start=self.rows[site.start]) if site.start in self.trusted else site for site in sites]
 
 
-class Templates:
-    """Graphs that keep what they were made of, so that nodes can be taken out of them, and are used as any other."""
+@dataclass(frozen=True)
+class Light:
+    """A graph without the first readings that second ones stand for.
 
-    ATTRIBUTE = "_zkl_template"
+    Attributes:
+        executable: it.
+        plan: what it writes.
+        late: the readings it rests on.
+    """
+
+    executable: Executable
+    plan: Plan
+    late: LateReadings
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be launched now in place of the graph it was made of."""
+        return not self.late.betrayed and self.executable.ready
+
+
+def generators(graph: Any) -> list[Any]:
+    """Random generators that a graph was told of."""
+    found: list[Any] = getattr(graph, _GENERATORS, [])
+    return found
+
+
+class Templates:
+    """Graphs that keep what they were made of, so that others can be made of it, and are used as any other."""
 
     def made(self, original: Any) -> Any:
         """For the constructor of the graph class."""
 
         def init(graph: Any, keep_graph: bool = False) -> None:
             original(graph, keep_graph=True)
-            setattr(graph, self.ATTRIBUTE, keep_graph)
+            setattr(graph, _TEMPLATE, keep_graph)
 
         return init
 
+    def registered(self, original: Any) -> Any:
+        """For the method by which a program tells which random generators a graph draws from."""
+
+        @functools.wraps(original)
+        def register(graph: Any, state: Any) -> Any:
+            setattr(graph, _GENERATORS, [*generators(graph), state])
+            return original(graph, state)
+
+        return register
+
     def ended(self, graph: Any) -> None:
         """The recording has ended: make the graph executable, unless the program wants to do that itself."""
-        if getattr(graph, self.ATTRIBUTE, None) is False:
+        if getattr(graph, _TEMPLATE, None) is False:
             graph.instantiate()
 
     def has(self, graph: Any) -> bool:
         """Whether the template of a graph is kept for the probe alone; one that the program asked for is left alone."""
-        return getattr(graph, self.ATTRIBUTE, None) is False
+        return getattr(graph, _TEMPLATE, None) is False
