@@ -377,6 +377,23 @@ def test_launches_that_second_readings_stand_for_are_left_out_and_the_digests_st
     assert (facts["launches_left_out"], facts["read_at_once"]) == (2, 1)
 
 
+def test_a_graph_of_the_whole_model_is_replayed_lightly_too(tmp_path: Path) -> None:
+    """No hook runs before its replay: the frame is opened by the replay itself."""
+    model, steps = Model(), _steps(60)
+    capture = _recorded(model, tmp_path / "c")
+    assert model.graph is not None
+    FakeExecutable.launches = 0
+    for tokens in steps:
+        capture.next_rows(_rows(tokens, 4))
+        model.static.copy_(model.table[torch.tensor(tokens)][:, None])
+        model.graph.replay()
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    assert FakeExecutable.launches > 40
+    got = _digests(tmp_path / "c")["layers.1:out"].reshape(len(steps), 4, 2)
+    assert np.array_equal(got, np.stack([digest_array(model.table[tokens].numpy() * 6) for tokens in steps]))
+
+
 def test_at_once_means_at_once(tmp_path: Path) -> None:
     model = Model()
     capture = _watched(model, tmp_path / "c", at_once=True)

@@ -267,6 +267,9 @@ class GraphWatch:
             if not session.enabled:
                 return original(graph, *args, **kwargs)
             plan: Plan | None = getattr(graph, _ATTRIBUTE, None)
+            if session.frame is None and self.opener is not None:
+                with session.guarded("graph:rows"):
+                    self.opener()  # a graph of the whole model, which runs no hook
             frame = session.frame
             unknown = plan is None or frame is None or plan.owner is not self or plan in frame.replayed
             if unknown or plan is None or frame is None or frame.rows.warmup:
@@ -413,10 +416,7 @@ class GraphWatch:
 
     # ---- at replay ------------------------------------------------------------------------------------------------
     def _replaying(self, plan: Plan | None) -> None:
-        session = self.session
-        if session.frame is None and self.opener is not None:
-            self.opener()
-        frame = session.frame
+        frame = self.session.frame
         if frame is not None and frame.rows.warmup:
             return
         self.replays += 1
