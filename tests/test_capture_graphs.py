@@ -387,9 +387,10 @@ def test_a_graph_of_the_whole_model_is_replayed_lightly_too(tmp_path: Path) -> N
         capture.next_rows(_rows(tokens, 4))
         model.static.copy_(model.table[torch.tensor(tokens)][:, None])
         model.graph.replay()
-        capture.session.flush()
+        if tokens[0] % 4 == 0:
+            capture.session.flush()
     capture.__exit__(None, None, None)
-    assert FakeExecutable.launches > 40
+    assert FakeExecutable.launches > 30
     got = _digests(tmp_path / "c")["layers.1:out"].reshape(len(steps), 4, 2)
     assert np.array_equal(got, np.stack([digest_array(model.table[tokens].numpy() * 6) for tokens in steps]))
 

@@ -267,9 +267,9 @@ class GraphWatch:
             if not session.enabled:
                 return original(graph, *args, **kwargs)
             plan: Plan | None = getattr(graph, _ATTRIBUTE, None)
-            if session.frame is None and self.opener is not None:
+            if plan is not None and plan.owner is self and not session.in_forward and self.opener is not None:
                 with session.guarded("graph:rows"):
-                    self.opener()  # a graph of the whole model, which runs no hook
+                    self.opener()  # rows that were given for a graph of the whole model, which runs no hook
             frame = session.frame
             unknown = plan is None or frame is None or plan.owner is not self or plan in frame.replayed
             if unknown or plan is None or frame is None or frame.rows.warmup:
