@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from zkl_debug.capture import postponed
 from zkl_debug.capture.api import Capture
 from zkl_debug.capture.device import Again, Kernels
 from zkl_debug.capture.graphs import GraphWatch
@@ -558,6 +559,28 @@ def test_sites_outside_the_graphs_wait_for_the_end_of_the_forward_only_where_not
     found = {name: _digests(tmp_path / name) for name in counts}
     assert set(found["plain"]) == set(found["waiting"])
     assert all(np.array_equal(digest, found["waiting"][site]) for site, digest in found["plain"].items())
+
+
+@pytest.mark.parametrize(("most", "most_bytes"), [(1, 1 << 30), (32, 4 * WIDTH * 4 + 1)])
+def test_steps_with_many_or_large_sites_outside_graphs_do_not_wait(
+    most: int, most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postponed, "MOST", most)
+    monkeypatch.setattr(postponed, "MOST_BYTES", most_bytes)
+    model = Model()
+    capture = _watched(model, tmp_path / "c")
+    for tokens in _steps(40):
+        capture.next_rows(_rows(tokens, 4))
+        model(torch.tensor([tokens]))
+        assert capture.session.frame is not None
+        assert not capture.session.frame.waiting
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    assert len(capture.session.postponed._too_many) == 1
+    got = _digests(tmp_path / "c")
+    for name, times in (("layers.0:in", 1), ("layers.0:out", 2), ("layers.1:in", 2), ("layers.1:out", 6)):
+        want = [digest_array(model.table[tokens].numpy() * times) for tokens in _steps(40)]
+        assert np.array_equal(got[name], np.concatenate(want)), name
 
 
 @pytest.mark.parametrize(

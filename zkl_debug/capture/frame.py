@@ -65,7 +65,7 @@ class OpenFrame:
         event_seq: number of the last event before its end.
         may_wait: whether sites may be read when the forward has been issued.
         trusted: those that are known to be the same then.
-        waiting, waiting_names: those that are read then.
+        waiting, waiting_names, waiting_bytes: those that are read then.
     """
 
     index: int
@@ -87,6 +87,7 @@ class OpenFrame:
     trusted: Container[str] = ()
     waiting: list[Waiting] = field(default_factory=list)
     waiting_names: set[str] = field(default_factory=set)
+    waiting_bytes: int = 0
 
     @property
     def n_rows(self) -> int:

@@ -157,6 +157,8 @@ class ModuleHooks:
         session, frame = self.session, self.session.frame
         if frame is None or name not in frame.trusted or name in frame.waiting_names or session.recording:
             return False
+        if not session.postponed.has_room(frame, tensor):
+            return False
         how = ("", "", False) if rule is None else (rule.semantic, rule.layout, rule.flatten)
         return session.postponed.takes(frame, Waiting(name, tensor, SiteKind.MODULE, *how))
 

@@ -3,6 +3,7 @@
 They are passed while the device waits for its first graph, so each microsecond spent on them is one of the step. They
 are read when the forward has been issued, and the device is busy, once that is known to be the same: as with a pair of
 :class:`~zkl_debug.capture.twins.Twins`, a site is read at both times until the two were equal, and again now and then.
+Steps that have many sites outside graphs, or large ones, are left as they are: their memory would be held too long.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from zkl_debug.schema import SiteKind
 
 if TYPE_CHECKING:
     from zkl_debug.capture.session import CaptureSession
+
+
+#: Sites that wait at most, and bytes of their tensors.
+MOST, MOST_BYTES = 32, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Postponed:
     def __init__(self, session: CaptureSession) -> None:
         self._session = session
         self._together = Together(session)
+        self._too_many: set[int] = set()  # kinds of frames
         #: Whether nothing is done with a site but to digest it.
         self._allowed = session.forcing is None and session.options.level == "digest" and not session.options.at_once
 
@@ -54,6 +60,7 @@ class Postponed:
         """A frame is opened: which of its sites may wait."""
         rows = frame.rows
         frame.may_wait = self._allowed and rows.graph >= 0 and not rows.warmup and self._session.shard_of is None
+        frame.may_wait &= frame.kind not in self._too_many
         if frame.may_wait:
             frame.trusted = self._session.twins.until_end(frame.kind, frame.index)
 
@@ -63,7 +70,7 @@ class Postponed:
         if name in frame.trusted:
             if name not in frame.waiting_names:
                 frame.waiting_names.add(name)
-                frame.waiting.append(site)
+                self._wait(frame, site)
                 return True
             self.settle(frame)  # another occurrence: no more than one was looked at
             self._session.twins.refuse(frame.kind, name, END)
@@ -71,7 +78,7 @@ class Postponed:
         frame.may_wait = False
         recorded = self._record(site)
         frame.may_wait = True
-        self._look(frame, site)
+        self._look(frame, site)  # may be the last that waits
         return recorded
 
     def _record(self, site: Waiting) -> bool:
@@ -89,7 +96,19 @@ class Postponed:
         if block.meta.name != site.name:
             twins.refuse(frame.kind, site.name, END)
         elif not twins.refuses(frame.kind, site.name, END):
-            frame.waiting.append(replace(site, first=block.pending))
+            self._wait(frame, replace(site, first=block.pending))
+
+    def has_room(self, frame: OpenFrame, tensor: torch.Tensor) -> bool:
+        """Whether one more site can wait."""
+        return len(frame.waiting) < MOST and frame.waiting_bytes + tensor.nbytes <= MOST_BYTES
+
+    def _wait(self, frame: OpenFrame, site: Waiting) -> None:
+        full = not self.has_room(frame, site.tensor)
+        frame.waiting.append(site)
+        frame.waiting_bytes += site.tensor.nbytes
+        if full:
+            self._too_many.add(frame.kind)
+            self.settle(frame)
 
     def settle(self, frame: OpenFrame) -> None:
         """The forward has been issued: read what waits."""
