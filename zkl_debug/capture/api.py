@@ -363,7 +363,8 @@ class Capture:
             ids, positions = _ids(args, kwargs)
             for name, value in (("inputs/token_ids:in.0", ids), ("inputs/position_ids:in.0", positions)):
                 if isinstance(value, torch.Tensor):
-                    session.record(name, value.to(torch.int64), kind=SiteKind.INPUT, semantic="input", layout="bs")
+                    value = value if value.dtype == torch.int64 else value.to(torch.int64)
+                    session.record(name, value, kind=SiteKind.INPUT, semantic="input", layout="bs")
 
     def _after_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
         session = self.session

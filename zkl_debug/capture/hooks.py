@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zkl_debug.capture.postponed import Waiting
+from zkl_debug.capture.postponed import Waiting, wait
 from zkl_debug.capture.session import CaptureSession
 from zkl_debug.schema import SiteKind
 
@@ -154,13 +154,12 @@ class ModuleHooks:
 
     def _waits(self, name: str, tensor: torch.Tensor, rule: ModuleRule | None) -> bool:
         """Whether a site is read later; told without a guard, for it takes next to nothing and cannot fail."""
-        session, frame = self.session, self.session.frame
-        if frame is None or name not in frame.trusted or name in frame.waiting_names or session.recording:
+        frame, graphs = self.session.frame, self.session.graphs
+        if frame is None or name not in frame.trusted or (graphs is not None and graphs.recording is not None):
             return False
-        if not session.postponed.has_room(frame, tensor):
-            return False
-        how = ("", "", False) if rule is None else (rule.semantic, rule.layout, rule.flatten)
-        return session.postponed.takes(frame, Waiting(name, tensor, SiteKind.MODULE, *how))
+        if rule is None:
+            return wait(frame, Waiting(name, tensor, SiteKind.MODULE, "", "", False))
+        return wait(frame, Waiting(name, tensor, SiteKind.MODULE, rule.semantic, rule.layout, rule.flatten))
 
     def _record(self, name: str, tensor: torch.Tensor, rule: ModuleRule | None) -> None:
         if rule is None:
@@ -185,7 +184,7 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Ten
     for value in args:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             yield value
-    for name in ACTIVATION_KWARGS:
+    for name in ACTIVATION_KWARGS if kwargs else ():
         value = kwargs.get(name)
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             yield value

@@ -8,8 +8,7 @@ Steps that have many sites outside graphs, or large ones, are left as they are: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 MOST, MOST_BYTES = 32, 64 << 20
 
 
-@dataclass(frozen=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A site that is read when the forward has been issued; arguments as those of ``CaptureSession.record``.
 
     Attributes:
@@ -44,6 +42,17 @@ class Waiting:
     layout: str
     flatten: bool
     first: Pending | None = None
+
+
+def wait(frame: OpenFrame, site: Waiting) -> bool:
+    """Have a site that is trusted wait; False where it is a further occurrence, or too many or too large ones wait."""
+    nbytes = site.tensor.nbytes
+    if site.name in frame.waiting_names or len(frame.waiting) >= MOST or frame.waiting_bytes + nbytes > MOST_BYTES:
+        return False
+    frame.waiting_names.add(site.name)
+    frame.waiting.append(site)
+    frame.waiting_bytes += nbytes
+    return True
 
 
 class Postponed:
@@ -66,14 +75,14 @@ class Postponed:
 
     def takes(self, frame: OpenFrame, site: Waiting) -> bool:
         """A site of a frame in which sites may wait: whether it is recorded, now or later."""
-        name = site.name
-        if name in frame.trusted:
-            if name not in frame.waiting_names:
-                frame.waiting_names.add(name)
-                self._wait(frame, site)
+        if site.name in frame.trusted:
+            if wait(frame, site):
                 return True
-            self.settle(frame)  # another occurrence: no more than one was looked at
-            self._session.twins.refuse(frame.kind, name, END)
+            if site.name in frame.waiting_names:  # another occurrence: no more than one was looked at
+                self._session.twins.refuse(frame.kind, site.name, END)
+            else:
+                self._too_many.add(frame.kind)
+            self.settle(frame)
             return False
         frame.may_wait = False
         recorded = self._record(site)
@@ -96,19 +105,11 @@ class Postponed:
         if block.meta.name != site.name:
             twins.refuse(frame.kind, site.name, END)
         elif not twins.refuses(frame.kind, site.name, END):
-            self._wait(frame, replace(site, first=block.pending))
-
-    def has_room(self, frame: OpenFrame, tensor: torch.Tensor) -> bool:
-        """Whether one more site can wait."""
-        return len(frame.waiting) < MOST and frame.waiting_bytes + tensor.nbytes <= MOST_BYTES
-
-    def _wait(self, frame: OpenFrame, site: Waiting) -> None:
-        full = not self.has_room(frame, site.tensor)
-        frame.waiting.append(site)
-        frame.waiting_bytes += site.tensor.nbytes
-        if full:
-            self._too_many.add(frame.kind)
-            self.settle(frame)
+            frame.waiting.append(site._replace(first=block.pending))
+            frame.waiting_bytes += site.tensor.nbytes
+            if len(frame.waiting) > MOST or frame.waiting_bytes > MOST_BYTES:
+                self._too_many.add(frame.kind)
+                self.settle(frame)
 
     def settle(self, frame: OpenFrame) -> None:
         """The forward has been issued: read what waits."""
