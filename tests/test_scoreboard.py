@@ -93,6 +93,23 @@ def test_cases() -> None:
         cases(("K99",))
 
 
+def test_a_fault_that_a_dtype_has_not_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing was run is not the same as all goals met."""
+    assert FAULTS["K1"].dtypes == ("fp32",)
+    for more in ((), ("--fault", "K2")):
+        with pytest.raises(SystemExit) as stop:
+            main(["bench", "faults", "--fault", "K1", *more, "--dtype", "bf16"])
+        told = capfd.readouterr().err
+        assert stop.value.code == 2
+        assert "K1 is not there in bf16" in told
+        assert "expected: fp32, in tiny-gpt" in told
+        assert "next: zkl-debug bench faults --fault K1 --dtype fp32" in told
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "faults", "--fault", "Z0"])
+    assert stop.value.code == 2
+    assert "--clean" in capfd.readouterr().err
+
+
 def test_clean_runs_take_turns_over_the_beds_that_faults_are_put_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

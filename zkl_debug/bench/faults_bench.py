@@ -17,6 +17,7 @@ from zkl_debug.beds.faults.registry import no_fault
 from zkl_debug.beds.record import RecordOptions, record_bed
 from zkl_debug.bench.scoreboard import Clean, Document, Score, judge, told
 from zkl_debug.diff import diff_captures
+from zkl_debug.errors import UsageError
 
 Say = Callable[[str], None]
 
@@ -40,11 +41,18 @@ def cases(faults: Sequence[str] = (), dtypes: Sequence[str] = DTYPES, seeds: int
     """What to run: every fault in the dtypes where it applies; beds take turns over the seeds.
 
     Raises:
-        UsageError: a fault that is not there.
+        UsageError: a fault that is not there, or that none of the dtypes has.
     """
     unknown = [name for name in faults if name not in FAULTS]
     if unknown:
         raise no_fault(unknown[0])
+    for fault in (FAULTS[name] for name in faults):
+        if not set(fault.dtypes) & set(dtypes):
+            raise UsageError(
+                f"fault {fault.id} is not there in {' or '.join(dtypes)}",
+                f"{' or '.join(fault.dtypes)}, in {' or '.join(fault.beds)}",
+                f"zkl-debug bench faults --fault {fault.id} --dtype {fault.dtypes[0]}",
+            )
     chosen = [f for f in FAULTS.values() if f.id != "Z0" and (not faults or f.id in faults)]
     return [
         Case(f, f.beds[seed % len(f.beds)], dtype, seed)

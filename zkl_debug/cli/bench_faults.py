@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zkl_debug.cli.common import emit_json, stderr, stdout, teller
-from zkl_debug.errors import ExitCode
+from zkl_debug.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from zkl_debug.bench.scoreboard import Clean, Score
@@ -43,6 +43,8 @@ def command(
     started = time.monotonic()
     dtypes = ("fp32", "bf16") if dtype == "both" else (dtype,)
     chosen = faults_bench.cases(faults, dtypes, seeds)
+    if not chosen and not clean:
+        raise UsageError("Z0 is the run with nothing broken", "a fault, or --clean", "zkl-debug bench faults --clean 4")
     scores: list[Score] = []
     runs: list[Clean] = []
     console = stderr()
@@ -92,7 +94,7 @@ def _print(scores: Sequence[Score], document: dict[str, Any]) -> None:
     for run in clean["blamed"]:
         console.print(f"  blamed: {run['bed']} {run['dtype']} seed {run['seed']}: {run['verdict']} {run['blamed']}")
     if not scores and not clean["runs"]:
-        console.print("nothing was run")
+        console.print("nothing was run to its end")
         return
     word = "[green]within the goals[/]" if document["passed"] else "[red]not within the goals[/]"
     console.print(f"{word}  ({document['seconds']:.0f} s)")
