@@ -207,6 +207,7 @@ class GraphWatch:
         self.unreached: dict[str, str] = {}
         self.sizes: set[int] = set()
         self.left_out = self.read_at_once = 0
+        self.refused = ""
         self._arena: torch.Tensor | None = None
         self._used = 0
         self._templates: Templates | None = None
@@ -284,8 +285,7 @@ class GraphWatch:
                     frame.plans.append(plan.light.plan)
                     return None
                 except OSError as error:
-                    plan.light = None
-                    session.errors.append(str(error))
+                    plan.light, self.refused = None, str(error)  # nothing was launched: the graph itself does as well
             frame.plans.append(plan)
             if plan.late is None or not plan.late.due:
                 return original(graph, *args, **kwargs)
@@ -488,4 +488,5 @@ class GraphWatch:
             "out_of_reach": dict(sorted(self.unreached.items())),
             "launches_left_out": self.left_out,
             "read_at_once": self.read_at_once,
+            "light_refused": self.refused,
         }
