@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
 
 
@@ -59,3 +60,15 @@ class ProbeError(ZklError):
     """The probe itself failed (raised only in strict mode)."""
 
     exit_code = ExitCode.REFUSED
+
+
+class Ended(SystemExit):
+    """A signal asked this process to end: unwinds, so that what runs is ended and cleaned up.
+
+    Args:
+        number: of the signal; the exit status is 128 more, as a shell gives it.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.name = signal.Signals(number).name

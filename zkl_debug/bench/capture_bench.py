@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from zkl_debug.bench.children import scratch
 from zkl_debug.schema import Json
 
 FIRST = "-first"
@@ -47,8 +47,12 @@ class CaptureBench:
     dtype: str = "fp32"
 
 
-def bench_capture(size: CaptureBench | None = None, progress: Callable[[str], None] | None = None) -> dict[str, Json]:
+def bench_capture(
+    size: CaptureBench | None = None, progress: Callable[[str], None] | None = None, folder: Path | None = None
+) -> dict[str, Json]:
     """Time the variants ``plain``, ``off``, ``digest`` and ``payload``; ratios are to ``plain`` of the same run.
+
+    Captures are written to ``folder``; default the folder for temporary files.
 
     Returns:
         Seconds per forward (median and best), ratio of each variant, sites captured and payload bytes written.
@@ -58,26 +62,22 @@ def bench_capture(size: CaptureBench | None = None, progress: Callable[[str], No
     from zkl_debug.engines.megatron import scoring, world
 
     say = progress or (lambda _text: None)
-    root = Path(tempfile.mkdtemp(prefix="zkl-bench-"))
-    try:
-        with cpu_backend(), world.world():
-            say("building the model")
-            model = build(size)
-            rng = np.random.default_rng(0)
-            tokens = rng.integers(0, size.vocab, size.tokens).tolist()
-            batch = scoring.padded_batch(0, [(0, tokens)])
-            times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-            facts: dict[str, Json] = {}
-            scoring.score_microbatch(model, batch)
-            # Payload comes last: the disk still takes its bytes long after, at the cost of whatever is timed then.
-            turns = [_TURN[:: 1 if number % 2 == 0 else -1] for number in range(size.rounds)]
-            for number, turn in enumerate([*turns, *[("payload",)] * _PAYLOAD_ROUNDS]):
-                for name in turn:
-                    say(f"round {number + 1} of {size.rounds + _PAYLOAD_ROUNDS}: {name}")
-                    for label, seconds in _timed(model, batch, name, root / f"{name}{number}", facts).items():
-                        times[label].append(seconds)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    with scratch(folder, "zkl-bench-") as root, cpu_backend(), world.world():
+        say("building the model")
+        model = build(size)
+        rng = np.random.default_rng(0)
+        tokens = rng.integers(0, size.vocab, size.tokens).tolist()
+        batch = scoring.padded_batch(0, [(0, tokens)])
+        times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        facts: dict[str, Json] = {}
+        scoring.score_microbatch(model, batch)
+        # Payload comes last: the disk still takes its bytes long after, at the cost of whatever is timed then.
+        turns = [_TURN[:: 1 if number % 2 == 0 else -1] for number in range(size.rounds)]
+        for number, turn in enumerate([*turns, *[("payload",)] * _PAYLOAD_ROUNDS]):
+            say(f"round {number + 1} of {size.rounds + _PAYLOAD_ROUNDS}: {', '.join(dict.fromkeys(turn))}")
+            for name in turn:
+                for label, seconds in _timed(model, batch, name, root / f"{name}{number}", facts).items():
+                    times[label].append(seconds)
     return _report(size, times, facts)
 
 

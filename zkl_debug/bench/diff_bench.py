@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import multiprocessing
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
+from zkl_debug.bench.children import child, scratch
 from zkl_debug.bench.diff_parts import bench_join, bench_payload
 from zkl_debug.bench.linear import growth
 from zkl_debug.bench.measure import Measured, run_measured, zkl_command
-from zkl_debug.bench.synthetic import Flip, Synthetic, random_flip, rewrite_ranks, site_metas, write_side
+from zkl_debug.bench.space import FREE_SPACE
+from zkl_debug.bench.synthetic import Flip, Synthetic, random_flip, rewrite_ranks, site_metas, writing_command
 from zkl_debug.diff.bytewise import equal_bytes
+from zkl_debug.errors import UsageError
 from zkl_debug.schema import Json
 from zkl_debug.store.mapped import MappedFile
 
@@ -76,27 +78,33 @@ def bench_diff(what: DiffBench, folder: Path | None = None, progress: Say | None
     say = progress or (lambda _text: None)
     say("join of row keys")
     join = bench_join(what.join_rows)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="zkl-bench-") as name:
+    with scratch(folder, "zkl-bench-") as root:
         say("comparison of payload")
-        payload = bench_payload(Path(name) / "payload", what.payload_bytes)
-        sizes = [_measure_size(what, digests, Path(name) / "size", say) for digests in what.sizes]
-        trials = _trials(what, Path(name) / "trials", say) if what.trials else None
+        payload = bench_payload(root / "payload", what.payload_bytes)
+        shutil.rmtree(root / "payload")
+        sizes = [_measure_size(what, digests, root / "size", say) for digests in what.sizes]
+        trials = _trials(what, root / "trials", say) if what.trials else None
     found: dict[str, Json] = {"join": join, "payload": payload, "sizes": sizes, "trials": trials}
     found["growth"] = {unit: _growth(sizes, unit) for unit in ("seconds", "cpu_seconds")}
     return {"bench": "diff", **found, "goals": GOALS, "met": _met(found)}
 
 
 def _write(root: Path, size: Synthetic, flips: Sequence[Flip]) -> None:
-    """Write both sides, each in a process of its own: the store of a rank is one thread's work."""
-    context = multiprocessing.get_context("spawn")
-    jobs = [
-        context.Process(target=write_side, args=(root / side, size, side, flips if side == "gen" else ()))
-        for side in ("train", "gen")
-    ]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join()
+    """Write both sides, each in a process of its own: the store of a rank is one thread's work.
+
+    Raises:
+        UsageError: one of them could not be written.
+    """
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            stack.enter_context(child(writing_command(root / side, size, side, flips if side == "gen" else ())))
+            for side in ("train", "gen")
+        ]
+        for job in jobs:
+            _, errors = job.communicate()
+            if job.returncode:
+                told = (errors.strip().splitlines() or [f"status {job.returncode}"])[-1]
+                raise UsageError(f"synthetic captures could not be written: {told}", next_step=FREE_SPACE)
 
 
 def _measure_size(what: DiffBench, digests: int, root: Path, say: Say) -> dict[str, Json]:

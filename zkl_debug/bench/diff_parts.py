@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zkl_debug.bench.children import writing
 from zkl_debug.diff.bytewise import compare_bytes, equal_bytes
 from zkl_debug.diff.compare import compare_digests, locate
 from zkl_debug.diff.edges import build_pairs
@@ -114,13 +115,12 @@ def bench_payload(root: Path, nbytes: int) -> dict[str, Json]:
 
 
 def _write_payload(root: Path, order: Sequence[int], phase: Phase) -> Path:
-    writer = CaptureWriter(root, side=root.name, meta={})
-    for number, sample in enumerate(order):
-        tokens = np.random.default_rng(sample).integers(0, 32000, 512)
-        rows = make_rows(sample, tokens, flags=int(phase))
-        frame = make_frame(number, phase, step=0, n_rows=len(rows))
-        writer.write_frame(frame, rows, [_block(sample, k) for k in range(_SITES)])
-    writer.close(manifest={})
+    with writing(CaptureWriter(root, side=root.name, meta={})) as writer:
+        for number, sample in enumerate(order):
+            tokens = np.random.default_rng(sample).integers(0, 32000, 512)
+            rows = make_rows(sample, tokens, flags=int(phase))
+            frame = make_frame(number, phase, step=0, n_rows=len(rows))
+            writer.write_frame(frame, rows, [_block(sample, k) for k in range(_SITES)])
     return next(root.glob("*.h5"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from zkl_debug.beds.bed import DTYPES, BedOptions
 from zkl_debug.beds.faults import FAULTS, Fault
 from zkl_debug.beds.faults.registry import no_fault
 from zkl_debug.beds.record import RecordOptions, record_bed
+from zkl_debug.bench.children import scratch
 from zkl_debug.bench.scoreboard import Clean, Document, Score, judge, told
 from zkl_debug.diff import diff_captures
 from zkl_debug.errors import UsageError
@@ -105,13 +107,13 @@ def run_all(
     if jobs > 1:
         yield from _run_by_processes(chosen, clean, dtypes, say, jobs)
         return
-    with tempfile.TemporaryDirectory(prefix="zkl-scoreboard-") as root:
+    with scratch(None, "zkl-scoreboard-") as root:
         for number, case in enumerate(chosen, 1):
             say(f"fault {number} of {len(chosen)}: {case.name}")
-            yield run_case(case, Path(root))
+            yield run_case(case, root)
         for number in range(clean):
             say(f"clean run {number + 1} of {clean}")
-            yield run_clean(number, Path(root), dtypes)
+            yield run_clean(number, root, dtypes)
 
 
 def _run_by_processes(
@@ -119,23 +121,29 @@ def _run_by_processes(
 ) -> Iterator[Score | Clean]:
     """The same in ``jobs`` processes; results come in the same order."""
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_share_cores, initargs=(jobs,))
-    with tempfile.TemporaryDirectory(prefix="zkl-scoreboard-") as root:
+    done = False
+    with scratch(None, "zkl-scoreboard-") as root:
         try:
-            runs = [pool.submit(_run_named, c.fault.id, c.bed, c.dtype, c.seed, root) for c in chosen]
-            cleans = [pool.submit(run_clean, number, Path(root), tuple(dtypes)) for number in range(clean)]
+            runs = [pool.submit(_run_named, c.fault.id, c.bed, c.dtype, c.seed, str(root)) for c in chosen]
+            cleans = [pool.submit(run_clean, number, root, tuple(dtypes)) for number in range(clean)]
             for number, (case, run) in enumerate(zip(chosen, runs, strict=True), 1):
                 say(f"fault {number} of {len(chosen)}: {case.name}")
                 yield run.result()
             for number, nothing in enumerate(cleans, 1):
                 say(f"clean run {number} of {clean}")
                 yield nothing.result()
+            done = True
         finally:
+            if not done:  # an interrupted run waits for nobody
+                for worker in list((pool._processes or {}).values()):
+                    worker.kill()
             pool.shutdown(cancel_futures=True)
 
 
 def _share_cores(jobs: int) -> None:
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends this one
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zkl_debug.bench.children import child
 from zkl_debug.errors import UsageError
 
 _EVERY_S = 0.05
@@ -43,20 +43,28 @@ def run_measured(command: Sequence[str]) -> Measured:
     """
     before = os.times()
     start = time.perf_counter()
-    process = subprocess.Popen(list(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     peak = [0]
     over = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(process.pid, peak, over), daemon=True)
-    watcher.start()
-    output, errors = process.communicate()
-    seconds = time.perf_counter() - start
-    over.set()
-    watcher.join()
+    with child(command) as process:
+        watcher = threading.Thread(target=_watch, args=(process.pid, peak, over), daemon=True)
+        watcher.start()
+        try:
+            output, errors = process.communicate()
+        finally:
+            over.set()
+        seconds = time.perf_counter() - start
+        watcher.join()
     after = os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
     if process.returncode not in (0, 1):
-        raise UsageError(f"{' '.join(command)} ended with status {process.returncode}: {errors.strip()[-400:]}")
+        raise UsageError(f"{' '.join(command)} ended with status {process.returncode}: {_why(errors)}")
     return Measured(process.returncode, output, seconds, cpu, peak[0])
+
+
+def _why(errors: str) -> str:
+    """The end of what a command said, of a traceback the last line."""
+    said = errors.strip()
+    return said.splitlines()[-1] if "Traceback" in said else said[-400:]
 
 
 def zkl_command(*args: object) -> list[str]:

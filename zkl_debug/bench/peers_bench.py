@@ -6,12 +6,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from zkl_debug.bench.children import child, scratch
 from zkl_debug.bench.peer_run import FAULTS, INJECTIONS, TARGET
 from zkl_debug.bench.peer_tools import TOOLS, Told, kind
 from zkl_debug.schema import Json
@@ -46,8 +45,8 @@ def bench_peers(
         if not tool.version:
             found[key] = {"name": tool.name, "left_out": f"{tool.package} is not installed"}
             continue
-        with tempfile.TemporaryDirectory(dir=folder, prefix="zkl-peers-") as name:
-            found[key] = {"name": tool.name, "version": tool.version, **_one_tool(key, Path(name), say)}
+        with scratch(folder, "zkl-peers-") as root:
+            found[key] = {"name": tool.name, "version": tool.version, **_one_tool(key, root, say)}
     return {"bench": "peers", "tools": found, "cases": {**FAULTS, **INJECTIONS}}
 
 
@@ -129,16 +128,11 @@ def _alarm(told: Told) -> str:
 
 def _run(key: str, case: str, folder: Path) -> dict[str, Json]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "zkl_debug.bench.peer_run", key, case, str(folder)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
-    found: dict[str, Json] = json.loads(done.stdout.strip().splitlines()[-1])
+    with child([sys.executable, "-m", "zkl_debug.bench.peer_run", key, case, str(folder)], environment) as process:
+        output, errors = process.communicate()
+    if process.returncode:
+        return {"error": (errors.strip().splitlines() or ["no output"])[-1][:300]}
+    found: dict[str, Json] = json.loads(output.strip().splitlines()[-1])
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zkl_debug.bench.children import scratch, writing
 from zkl_debug.schema import Json, Phase, SiteBlock, SiteKind, SiteMeta
 from zkl_debug.store.build import make_block, make_frame, make_rows
 from zkl_debug.store.writer import CaptureWriter
@@ -49,8 +49,7 @@ def bench_store(
     """
     blocks, frame_bytes = _one_frame(rows, width, sites)
     frames = max(1, -(-nbytes // frame_bytes))
-    with tempfile.TemporaryDirectory(dir=folder, prefix="zkl-bench-") as name:
-        root = Path(name)
+    with scratch(folder, "zkl-bench-") as root:
         _timed(_store, root, blocks, 1, rows)  # warm up: imports, thread, folders
         pairs = []
         for _ in range(repeats):
@@ -98,9 +97,9 @@ def _timed(run: Callable[..., None], root: Path, *args: Any) -> float:
 def _store(target: Path, blocks: Sequence[SiteBlock], frames: int, rows: int) -> None:
     table: NDArray[Any] = make_rows(0, np.arange(rows))
     writer = CaptureWriter(target, side="bench", meta={})
-    for number in range(frames):
-        writer.write_frame(make_frame(number, Phase.SCORE), table, blocks)
-    writer.close(manifest={})
+    with writing(writer):
+        for number in range(frames):
+            writer.write_frame(make_frame(number, Phase.SCORE), table, blocks)
 
 
 def _raw(target: Path, blocks: Sequence[SiteBlock], frames: int, rows: int) -> None:  # noqa: ARG001

@@ -6,15 +6,20 @@ wherever nothing was planted, although they hold the samples on other ranks, in 
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zkl_debug.bench.children import writing
 from zkl_debug.digest import weights_at
+from zkl_debug.errors import ZklError
 from zkl_debug.schema import U64, Phase, SiteBlock, SiteKind, SiteMeta, parse_site
 from zkl_debug.store.build import make_frame, make_rows
 from zkl_debug.store.layout import MANIFEST, part_path, segment_path
@@ -188,18 +193,17 @@ def _write_rank(
     phase = Phase.SCORE if side == "train" else Phase.PREFILL
     writer = CaptureWriter(root, side=side, rank=rank, world=size.ranks, meta={"synthetic": size.seed})
     cut = size.positions if side == "train" else size.positions * 2 // 3
-    for number, (start, stop) in enumerate([(0, cut), (cut, size.positions)]):
-        if start == stop:
-            continue
-        rows = make_rows(sample, tokens, start, stop, int(phase))
-        index = np.arange(stop - start, dtype=np.uint32)
-        blocks = [
-            SiteBlock(meta, index, _site_digests(base, factors, k, start, stop, mine)) for k, meta in enumerate(metas)
-        ]
-        frame = make_frame(number, phase, step=0, n_padded=stop - start, n_seqs=1, max_seqlen_q=stop - start)
-        frame["n_rows"] = stop - start
-        writer.write_frame(frame, rows, blocks)
-    writer.close(manifest={})
+    with writing(writer):
+        for number, (start, stop) in enumerate([(0, cut), (cut, size.positions)]):
+            if start == stop:
+                continue
+            rows = make_rows(sample, tokens, start, stop, int(phase))
+            index = np.arange(stop - start, dtype=np.uint32)
+            digests = (_site_digests(base, factors, k, start, stop, mine) for k in range(len(metas)))
+            blocks = [SiteBlock(meta, index, digest) for meta, digest in zip(metas, digests, strict=True)]
+            frame = make_frame(number, phase, step=0, n_padded=stop - start, n_seqs=1, max_seqlen_q=stop - start)
+            frame["n_rows"] = stop - start
+            writer.write_frame(frame, rows, blocks)
 
 
 def _site_digests(base: U64, factors: U64, site: int, start: int, stop: int, flips: Sequence[Flip]) -> U64:
@@ -214,3 +218,27 @@ def random_flip(size: Synthetic, rng: np.random.Generator) -> Flip:
     """A flip anywhere."""
     numbers: Any = rng.integers([size.sites, size.ranks, size.positions, 128])
     return Flip(*(int(n) for n in numbers))
+
+
+def writing_command(root: Path, size: Synthetic, side: str, flips: Sequence[Flip]) -> list[str]:
+    """The command line that writes one side in a process of its own; see :func:`write_side`."""
+    what = {"root": str(root), "size": asdict(size), "side": side, "flips": [asdict(flip) for flip in flips]}
+    return [sys.executable, "-m", "zkl_debug.bench.synthetic", json.dumps(what)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """What :func:`writing_command` starts: exit status 0, or 3 and the reason on stderr."""
+    what = json.loads(arguments[0])
+    try:
+        flips = [Flip(**flip) for flip in what["flips"]]
+        write_side(Path(what["root"]), Synthetic(**what["size"]), what["side"], flips)
+    except (ZklError, OSError, MemoryError) as error:
+        sys.stderr.write(error.found if isinstance(error, ZklError) else f"{type(error).__name__}: {error}")
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # a writer whose disk is full must not hold up the end

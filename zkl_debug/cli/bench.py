@@ -19,7 +19,16 @@ HISTORY = click.option(
 )
 
 
-@click.group("bench")
+class _Bench(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a bench; SIGTERM leaves nothing behind either."""
+        from zkl_debug.bench.children import unwinding
+
+        with unwinding():
+            return super().invoke(ctx)
+
+
+@click.group("bench", cls=_Bench)
 def command() -> None:
     """Measure what zkl-debug costs on this machine."""
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import click
 
 from zkl_debug import __version__
-from zkl_debug.errors import ExitCode, ZklError
+from zkl_debug.errors import Ended, ExitCode, ZklError
 
 #: command name -> (module, attribute, one-line help). Only modules that exist are listed.
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -120,11 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         click.echo(f"zkl-debug: {told}", err=True)
         code = error.exit_code
         _error_json(arguments, before, error.found, error.expected, following, int(code))
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, Ended) as stop:
         again = shlex.join(["zkl-debug", *arguments])
-        click.echo(f"zkl-debug: interrupted\nnext: {again}", err=True)
-        code = 130
-        _error_json(arguments, before, "interrupted", "a run to the end", again, code)
+        found, code = (f"ended by {stop.name}", stop.code) if isinstance(stop, Ended) else ("interrupted", 130)
+        click.echo(f"zkl-debug: {found}\nnext: {again}", err=True)
+        _error_json(arguments, before, found, "a run to the end", again, int(code or 0))
     except click.ClickException as error:
         error.show()
         code = ExitCode.USAGE
