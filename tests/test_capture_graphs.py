@@ -493,11 +493,14 @@ def test_a_graph_that_draws_random_numbers_is_replayed_as_it_is(tmp_path: Path) 
     assert FakeExecutable.launches == 0
 
 
-def test_a_launch_that_the_driver_refuses_is_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: FakeExecutable) -> None:
+@pytest.mark.parametrize(("owner", "name"), [(FakeExecutable, "launch"), (FakeKernels, "without")])
+def test_a_lighter_graph_that_the_driver_refuses_is_done_without(
+    owner: type, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
         raise OSError("refused")
 
-    monkeypatch.setattr(FakeExecutable, "launch", refuse)
+    monkeypatch.setattr(owner, name, refuse)
     model = Model()
     capture = _recorded(model, tmp_path / "c")
     for tokens in _steps(40):

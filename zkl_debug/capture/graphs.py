@@ -323,7 +323,10 @@ class GraphWatch:
         """Make a graph without the launches that second readings stand for."""
         late.tried = True  # whatever comes of it
         gone = late.superfluous()
-        made = self.kernels.without(graph, gone) if gone and repeatable else None
+        try:
+            made = self.kernels.without(graph, gone) if gone and repeatable else None
+        except OSError as error:  # some graphs cannot be copied: those that allocate, for one
+            made, self.refused = None, str(error)
         if made is not None:
             executable, nodes = made
             plan.light = Light(executable, Plan(self, late.settled(plan.sites, nodes), plan.slots), late)
