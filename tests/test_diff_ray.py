@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,30 @@ def test_a_killed_worker_loses_nothing(tmp_path: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("most", "code"), [(1, 1), (400, 3)], ids=["once", "always"])
+def test_a_command_that_loses_workers_prints_its_document_alone(tmp_path: Path, most: int, code: int) -> None:
+    """Ray says on stdout that a worker died, and that it gives up: the document must stay the only thing there."""
+    pytest.importorskip("ray")
+    size = Synthetic(digests=8 * 240 * 4000, ranks=8, layers=8)
+    write_side(tmp_path / "train", size, "train")
+    write_side(tmp_path / "gen", size, "gen", FLIPS)
+
+    def comparing() -> list[int]:
+        return [pid for pid in descendants(os.getpid()) if "compare_sites" in _title(pid)]
+
+    with killing(comparing, most=most, wait=0.0 if most > 1 else 0.05) as killed:
+        command = zkl_command("diff", tmp_path / "train", tmp_path / "gen", "--json", "--ray", "local", "--jobs", 2)
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert killed
+    assert found.returncode == code, found.stderr
+    said = json.loads(found.stdout)
+    if code == 1:
+        assert said["verdict"] == "diverged"
+    else:
+        assert "Ray gave up" in said["found"]
+
+
 def _title(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
@@ -141,22 +166,39 @@ def test_no_cluster_at_an_address_is_an_error_of_use() -> None:
     cluster.knock("auto")
 
 
+def test_what_ray_prints_does_not_come_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    def talk() -> None:
+        print("python")
+        os.write(1, b"library\n")
+
+    print("before")
+    with cluster.connected(_Stub(0, talk), "local"):
+        talk()
+    print("behind")
+    out, err = capfd.readouterr()
+    assert out == "before\nbehind\n"
+    assert sorted(err.split()) == ["library"] * 3 + ["python"] * 3
+
+
 class _Stub:
     """Ray as far as a connection needs it; the first ``bad`` starts fail as those of a busy machine do."""
 
-    def __init__(self, bad: int) -> None:
+    def __init__(self, bad: int, talk: Callable[[], None] = lambda: None) -> None:
         self.bad, self.started, self.stopped = bad, 0, 0
+        self.talk = talk
 
     def is_initialized(self) -> bool:
         return False
 
     def init(self, **_: Any) -> None:
         self.started += 1
+        self.talk()
         if self.started <= self.bad:
             raise Exception("the node timed out\nmore")
 
     def shutdown(self) -> None:
         self.stopped += 1
+        self.talk()
 
 
 def test_a_cluster_that_does_not_start_at_once() -> None:

@@ -72,6 +72,16 @@ def test_manifest_that_is_not_one(folder: Path, text: str) -> None:
     refused(folder, "manifest")
 
 
+@pytest.mark.parametrize("data", [bytes(2048), b"\xff\xfe\x00", b"\x00{\xd8"], ids=["zeros", "mark", "half"])
+def test_manifest_that_is_no_text(folder: Path, data: bytes) -> None:
+    """No word of an encoding: it was only guessed from the first bytes."""
+    (folder / "manifest.json").write_bytes(data)
+    with pytest.raises(CaptureInvalid) as caught:
+        open_capture(folder)
+    assert caught.value.found == f"{folder / 'manifest.json'} is not JSON text"
+    assert "codec" not in str(caught.value)
+
+
 def test_manifest_fields(folder: Path) -> None:
     edit(folder, lambda m: m.update(version=2))
     refused(folder, "format version 2")

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,9 @@ def knock(address: str) -> None:
 def connected(ray: Any, address: str, jobs: int | None = None) -> Iterator[None]:
     """A connection to a cluster; the program's own, where it has one, is used and kept.
 
+    While a connection of this function is open, stdout goes to stderr: Ray tells of lost workers on stdout, where a
+    command's answer alone may be.
+
     Args:
         ray: the module.
         address: ``local`` for a cluster of this machine that lives as long as the connection, else the address of one
@@ -82,11 +86,24 @@ def connected(ray: Any, address: str, jobs: int | None = None) -> Iterator[None]
         knock(address)
         package = str(Path(zkl_debug.__file__).parent)
         options |= {"address": address, "runtime_env": {"py_modules": [package]}}
-    _join(ray, address, options)
-    try:
+    with _stdout_on_stderr():
+        _join(ray, address, options)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """``sys.stdout`` for what Ray's threads print, and the descriptor for its libraries and the processes it starts."""
+    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a program without stdout or stderr has nothing to keep apart
+            kept = os.dup(1)
+            stack.callback(os.close, kept)
+            os.dup2(2, 1)
+            stack.callback(os.dup2, kept, 1)
         yield
-    finally:
-        ray.shutdown()
 
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from zkl_debug.beds.replay_probe import Operand
 from zkl_debug.capture.forcing import row_keys
 from zkl_debug.diff.comparison import Comparison
 from zkl_debug.diff.model import Ints
+from zkl_debug.diff.sound import sound_bits
 from zkl_debug.errors import Refused
 
 
@@ -75,7 +76,7 @@ def _table(comparison: Comparison, site: int, side: int, rows: Ints) -> dict[byt
     found = pair.b if side else pair.a
     if found is None or not len(rows):
         return {}
-    bits = found.payload(where.at[rows])
+    bits = sound_bits(found, where.at[rows])
     return dict(zip(keys_of(comparison, *rows.tolist()), bits, strict=True))
 
 

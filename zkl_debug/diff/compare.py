@@ -14,8 +14,7 @@ from zkl_debug.diff.edges import Pairs
 from zkl_debug.diff.model import Bools, Ints, SiteLike
 from zkl_debug.diff.rows import RowSpace
 from zkl_debug.diff.sites import SitePair
-from zkl_debug.digest import wrong_rows
-from zkl_debug.errors import CaptureInvalid
+from zkl_debug.diff.sound import sound_bits
 from zkl_debug.schema import U64
 
 _BLOCK_BYTES = 32 << 20
@@ -169,19 +168,12 @@ def gather(pair: SitePair, where: SiteRows, space: RowSpace, rows: Ints, checked
         if not len(places):
             continue
         site = side_site(pair, side)
-        bits = site.payload(where.at[rows[places]])
-        on_disk = hasattr(site, "payload_blocks")  # only what was written and read again can have been damaged between
-        wrong = (
-            ()
-            if checked or not on_disk
-            else np.flatnonzero(wrong_rows(bits, where.digest[where.index(space, rows[places])]))
-        )
-        if len(wrong):
-            raise CaptureInvalid(
-                f"{'AB'[side]}: payload of {pair.name} is not what was written, in {len(wrong)} rows looked at",
-                "bytes that agree with their digests",
-                "capture again",
-            )
+        at = where.at[rows[places]]
+        if checked:
+            bits = site.payload(at)
+        else:
+            digest = where.digest[where.index(space, rows[places])]
+            bits = sound_bits(site, at, f"{pair.name} of {'AB'[side]}", digest)
         if out is None:
             out = np.empty((len(rows), bits.shape[1]), bits.dtype)
         out[places] = bits

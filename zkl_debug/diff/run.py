@@ -100,6 +100,8 @@ def diff_captures(
             comparing: dict[str, Any] = {"aliases": aliases, "oracle": oracle, "progress": progress}
             comparing |= {"first_only": first_only, "runner": runner or Processes()}
             verdict = _diff(join_names(opened[0], opened[1], maps), partial, verify_bytes, comparing)
+            if verdict.comparison is not None:
+                verdict.site_table  # noqa: B018 - all payload that any form of the answer shows is read, so checked, here
         except CaptureInvalid as error:  # a segment that is damaged where it is read
             return refused(from_error(error, "A or B"), partial=partial)
         stack.pop_all()  # the tables of the verdict still read from the captures

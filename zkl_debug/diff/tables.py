@@ -116,7 +116,7 @@ def edge_stats(comparison: Comparison, site: int, edge: str) -> Stats:
     return site_stats(comparison.sites[site], comparison.where(site), comparison.space, comparison.pairs, chosen)
 
 
-def row_table(comparison: Comparison, site: str, edge: str | None = None) -> NDArray[Any]:
+def row_table(comparison: Comparison, site: str, edge: str | None = None, limit: int | None = None) -> NDArray[Any]:
     """One row per compared pair of a site; a structured array with :data:`ROW_COLUMNS`.
 
     ``phase_a`` and ``frame_a`` belong to the left row of the pair, ``phase_b`` and ``frame_b`` to the right one (on
@@ -126,6 +126,8 @@ def row_table(comparison: Comparison, site: str, edge: str | None = None) -> NDA
         comparison: a finished comparison.
         site: canonical site name.
         edge: one edge; default all.
+        limit: differing pairs of an edge whose elements are looked at; default all. With that of the site table
+            (:data:`zkl_debug.diff.stats.ROW_LIMIT`) no raw bits are read that the verdict does not rest on already.
 
     Raises:
         UsageError: when there is no such site or edge.
@@ -152,16 +154,17 @@ def row_table(comparison: Comparison, site: str, edge: str | None = None) -> NDA
         table[f"frame_{suffix}"] = space.frame[rows]
     table["mismatch"] = codes[index] >= Kind.PROPAGATED
     table["kind"] = np.array([kind.label for kind in Kind])[codes[index]]
-    table["ulp"] = _ulps(comparison, i, index)
+    looked = [part[comparison.done[i].differs[part]][:limit] for part in chosen]
+    table["ulp"] = _ulps(comparison, i, index, np.concatenate(looked))
     return table
 
 
-def _ulps(comparison: Comparison, i: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Largest ULP distance of each pair: 0 for equal pairs, -1 where it is not known."""
+def _ulps(comparison: Comparison, i: int, index: Ints, looked: Ints) -> Ints:
+    """Largest ULP distance of each pair: 0 for equal pairs, -1 where it is not known; ``looked``: those looked at."""
     differs = comparison.done[i].differs[index]
     ulps = np.where(differs, -1, 0).astype(np.int64)
     pair = comparison.sites[i]
-    bits = pair_bits(pair, comparison.where(i), comparison.space, comparison.pairs, index[differs])
+    bits = pair_bits(pair, comparison.where(i), comparison.space, comparison.pairs, looked)
     if bits is not None:
         order = np.argsort(index)
         ulps[order[np.searchsorted(index[order], bits.pairs)]] = bits.max_ulp

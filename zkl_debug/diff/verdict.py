@@ -120,9 +120,9 @@ class Verdict:
         """What became of the divergence in later rounding."""
         return masked(self.site_counts, self.edge)
 
-    def row_table(self, site: str, edge: str | None = None) -> NDArray[Any]:
+    def row_table(self, site: str, edge: str | None = None, limit: int | None = None) -> NDArray[Any]:
         """One row per compared pair of a site: see :func:`zkl_debug.diff.tables.row_table`."""
-        return row_table(self._details(), site, edge)
+        return row_table(self._details(), site, edge, limit)
 
     def _details(self) -> Comparison:
         if self.comparison is None:

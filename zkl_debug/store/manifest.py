@@ -156,11 +156,14 @@ def read_json(path: Path) -> Any:
         raise CaptureInvalid(f"{path} is not a regular file", "a file inside the capture folder")
     if path.stat().st_size > _MAX_BYTES:
         raise CaptureInvalid(f"{path} has {path.stat().st_size} bytes", f"at most {_MAX_BYTES}")
+    data = path.read_bytes()
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
+        # Why bytes are no text depends on an encoding that is guessed from the first of them: it says nothing.
+        why = " text" if isinstance(error, UnicodeDecodeError) or 0 in data else f": {error}"
         raise CaptureInvalid(
-            f"{path} is not JSON: {error}", "a manifest written by zkl-debug", f"zkl-debug repair {path.parent}"
+            f"{path} is not JSON{why}", "a manifest written by zkl-debug", f"zkl-debug repair {path.parent}"
         ) from None
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from zkl_debug.diff import Verdict
 from zkl_debug.diff.model import Kind
+from zkl_debug.diff.stats import ROW_LIMIT
 from zkl_debug.schema import Json
 
 #: Labels of the kind codes used throughout: the values of :class:`zkl_debug.diff.model.Kind`.
@@ -91,7 +92,7 @@ def row_maps(verdict: Verdict) -> list[Json]:
     for edge, site in _worth(verdict):
         if len(maps) == _MAPS or budget <= 0:
             break
-        rows = verdict.row_table(site, edge)
+        rows = verdict.row_table(site, edge, ROW_LIMIT)  # what the verdict read: the page must not find damage anew
         budget -= len(rows)
         if len(rows):
             maps.append({"site": site, "edge": edge, **_map(rows), "ulp": _ulp_counts(rows)})

@@ -10,6 +10,7 @@ from zkl_debug.diff.explain.gather_more import site_at, values
 from zkl_debug.diff.explain.model import CallCounts
 from zkl_debug.diff.facts import RowFacts
 from zkl_debug.diff.model import CaptureLike, Ints
+from zkl_debug.diff.sound import sound_bits
 from zkl_debug.schema import Phase
 
 _COUNTS, _CHOSEN = "router.counts", "router.topk"
@@ -59,7 +60,7 @@ def _by_call(capture: CaptureLike, name: str) -> dict[int, F64]:
     if site is None or not site.has_payload:
         return {}
     index = site.payload_index
-    bits = to_float64(site.payload(index), site.meta.torch_dtype)
+    bits = to_float64(sound_bits(site, index), site.meta.torch_dtype)
     frames = capture.rows["frame"][np.asarray(site.rows)[index]]
     return dict(zip(frames.tolist(), bits, strict=True))
 

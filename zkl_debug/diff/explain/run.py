@@ -30,6 +30,7 @@ from zkl_debug.diff.explain import (
 from zkl_debug.diff.explain.buffers import buffer_differs
 from zkl_debug.diff.explain.gather import evidence
 from zkl_debug.diff.explain.model import Evidence, Explanation, Finding, Strength
+from zkl_debug.errors import CaptureInvalid
 from zkl_debug.schema import Json
 
 
@@ -198,6 +199,8 @@ def explain_evidence(e: Evidence) -> list[Finding]:
             continue
         try:
             found = test.run(e)
+        except CaptureInvalid:  # damage that a test comes upon is no matter of the test
+            raise
         except Exception as error:  # a broken explanation must not cost the verdict; it is told, not hidden
             failed[test.name] = f"{type(error).__name__}: {error}"
             continue

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from zkl_debug.bits import dtype_info
 from zkl_debug.diff.model import CaptureLike, Ints, SiteLike
+from zkl_debug.diff.sound import sound_bits
 from zkl_debug.digest import digest_rows
 from zkl_debug.schema import U64, Json, SiteMeta, StateRecord, parse_site
 
@@ -109,8 +110,8 @@ class DerivedSite:
         return np.arange(len(self), dtype=np.int64)
 
     def payload(self, i: Ints, /) -> NDArray[Any]:
-        """Raw bits of the given rows."""
-        bits = [site.payload(places[i]) for site, places in zip(self._sources, self._places, strict=True)]
+        """Raw bits of the given rows; what they are computed from is checked, for their digests are made of it."""
+        bits = [sound_bits(site, places[i]) for site, places in zip(self._sources, self._places, strict=True)]
         return np.ascontiguousarray(self._make(*bits))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from zkl_debug.diff.model import CaptureLike, Ints
+from zkl_debug.diff.sound import sound_bits
 from zkl_debug.diff.world.places import Place
 from zkl_debug.diff.world.rows import JoinedRows
 
@@ -70,7 +71,7 @@ class Sent:
             self._tables[rank, moe] = (empty, empty)
             return empty, empty
         index = site.payload_index
-        chosen = site.payload(index).view(np.int32).reshape(len(index), -1, 2).astype(np.int64)
+        chosen = sound_bits(site, index).view(np.int32).reshape(len(index), -1, 2).astype(np.int64)
         rows = np.asarray(site.rows, np.int64)[index]
         turn = np.repeat(self._joined.turn_of[rank][rows], chosen.shape[1])
         there = chosen[:, :, 0].reshape(-1) >= 0
