@@ -48,7 +48,7 @@ class Deep(torch.nn.Module):
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pair")
     for side, scale in (("train", 1.0), ("gen", 1.25)):
-        with zkl_debug.capture(Deep(scale), root / side, side=side, level="payload") as cap:
+        with zkl_debug.capture(Deep(scale), root / side, side=side, level="payload") as cap:  # type: ignore[operator]
             cap.model(torch.tensor([[1, 2, 3, 4, 5]]))
     return root
 

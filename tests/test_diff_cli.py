@@ -50,8 +50,8 @@ def test_json_is_one_document_with_the_promised_keys(folders: dict[str, Path]) -
     assert list(document["first"])[: len(FIRST)] == FIRST
     assert (document["format"], document["version"], document["verdict"]) == ("zkl-verdict", 1, "diverged")
     assert document["claim"] == {"equality": "digest", "scope": "all-sites", "repeats": 1}
-    assert list(document["coverage"]) == ["sites", "rows", "skipped"]
-    assert document["coverage"]["sites"] == {"expected": 46, "captured": 46, "matched": 46}
+    assert list(document["coverage"]) == ["sites", "rows", "skipped", "stopped_at"]
+    assert document["coverage"]["sites"] == {"expected": 46, "captured": 46, "matched": 46, "compared": 46}
     assert {"a", "b", "compared"} <= set(document["coverage"]["rows"])
     assert all(skip["what"] and skip["reason"] for skip in document["coverage"]["skipped"])
     first = document["first"]

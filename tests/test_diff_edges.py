@@ -232,6 +232,7 @@ def test_neighbours_and_padding_on_one_side_change_nothing() -> None:
     assert verdict.verdict == "identical"
     reasons = {skip.what.split(" (")[0] for skip in verdict.coverage.skipped}
     assert {"rows of A", "rows of B"} <= reasons
+    assert verdict.coverage.prompt.compared is not None
     assert verdict.coverage.prompt.compared < verdict.coverage.prompt.of
 
 

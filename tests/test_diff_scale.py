@@ -387,8 +387,8 @@ def test_first_only_gives_the_same_first(planted: Callable[..., Path], runner: R
     full, first = diff(root), diff(root, first_only=True, runner=runner)
     assert first.first == full.first
     assert first.first is not None
-    assert (first.edge, first.affected) == (full.edge, full.affected)
-    assert first.claim.scope == "captured-sites"
+    assert (first.edge, first.affected, first.exit_code) == (full.edge, full.affected, full.exit_code)
+    assert first.claim.scope == "up-to-first"
     skips = {skip.what: skip.count for skip in first.coverage.skipped}
     assert skips[f"sites after {first.first.site}"] == SMALL.sites - 34
     assert {row["site"] for row in first.to_json()["sites"]} == {first.first.site}

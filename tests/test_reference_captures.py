@@ -28,7 +28,7 @@ def test_batch_invariant_kernels_are_identical_on_every_site() -> None:
     document = diff_captures(folder / "train", folder / "gen").to_json()
     assert document["verdict"] == "identical"
     assert document["claim"]["scope"] == "all-sites"
-    assert document["coverage"]["sites"] == {"expected": 77, "captured": 77, "matched": 77}
+    assert document["coverage"]["sites"] == {"expected": 77, "captured": 77, "matched": 77, "compared": 77}
     assert document["edges"]["score-decode"]["compared"] == 276
 
 

@@ -101,7 +101,13 @@ def settle(verdict: Verdict, answer: ReplayAnswer) -> Verdict:
         return replace(verdict, replay=answer.to_json())
     from zkl_debug.diff.run import diff_captures
 
-    again = diff_captures(comparison.a, comparison.b, partial=verdict.partial, oracle=_Settled(comparison, answer))
+    again = diff_captures(
+        comparison.a,
+        comparison.b,
+        partial=verdict.partial,
+        oracle=_Settled(comparison, answer),
+        first_only=comparison.stopped is not None,
+    )
     return replace(
         again,
         replay=answer.to_json(),

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     "--drill", is_flag=True, help="Run the bed again: raw bits round the first site, then every operator inside it."
 )
 @click.option(
-    "--first", "first_only", is_flag=True, help="Stop at the first site that differs; later ones are listed as skipped."
+    "--first", "first_only", is_flag=True, help="Stop at the first site that differs; later ones are not looked at."
 )
 @click.option(
     "--jobs",

@@ -173,25 +173,32 @@ def _absent(comparison: Comparison, i: int) -> str:
 
 @dataclass(frozen=True)
 class EdgeSummary:
-    """One edge: distinct rows compared and differing at any site, and where first."""
+    """One edge: distinct rows compared and differing at any site, and where first.
+
+    ``up_to`` is the site behind which nothing was looked at: no ``first`` then says nothing of later sites. None when
+    the diff went to the end.
+    """
 
     compared: int
     mismatched: int
     first: First | None
+    up_to: str | None = None
 
     def to_json(self) -> Json:
         """An entry of ``edges``."""
         first = None if self.first is None else self.first.to_json()
-        return {"compared": self.compared, "mismatched": self.mismatched, "first": first}
+        return {"compared": self.compared, "mismatched": self.mismatched, "first": first, "up_to": self.up_to}
 
 
 def edge_summaries(comparison: Comparison) -> dict[str, EdgeSummary]:
     """Every edge of the comparison."""
+    up_to = None if comparison.stopped is None else comparison.sites[comparison.stopped].name
     return {
         edge: EdgeSummary(
             compared=int(np.count_nonzero(comparison.edge_compared[edge])),
             mismatched=int(np.count_nonzero(comparison.edge_mismatched[edge])),
             first=None if first is None else describe(comparison, edge, first),
+            up_to=up_to,
         )
         for edge, first in comparison.firsts.items()
     }

@@ -20,14 +20,14 @@ _NAMES = ("A", "B")
 
 @dataclass(frozen=True)
 class Share:
-    """Distinct rows compared across the sides, of those both could have run."""
+    """Distinct rows compared across the sides, of those both could have run; None where the diff stopped before."""
 
     of: int = 0
-    compared: int = 0
+    compared: int | None = 0
 
     def to_json(self) -> Json:
         """Counts and percentage."""
-        percent = 100.0 * self.compared / self.of if self.of else None
+        percent = 100.0 * self.compared / self.of if self.of and self.compared is not None else None
         return {"of": self.of, "compared": self.compared, "percent": percent}
 
 
@@ -37,8 +37,10 @@ class Coverage:
 
     Attributes:
         expected, captured, matched: sites either side knows of, captured, and has on both sides.
+        looked_at: sites on both sides that were compared: all of them, unless the diff stopped at the first difference.
+        stopped_at: the site it stopped at; shares and crossed rows are not known then. None when it went to the end.
         rows_a, rows_b: rows of each capture.
-        compared: distinct row keys compared across the sides.
+        compared: distinct row keys compared across the sides, as far as it went.
         prompt, generated, labels: shares of the row keys.
         crossed: distinct compared keys at a chunk edge, first decode token, behind a cache hit.
         skipped: everything that was not compared.
@@ -54,14 +56,21 @@ class Coverage:
     prompt: Share = Share()
     generated: Share = Share()
     labels: Share = Share()
-    crossed: Mapping[str, int] = field(default_factory=dict)
+    crossed: Mapping[str, int | None] = field(default_factory=dict)
     skipped: tuple[Skip, ...] = ()
     dropped: bool = False
+    looked_at: int = 0
+    stopped_at: str | None = None
 
     def to_json(self) -> Json:
         """The ``coverage`` object of the verdict document."""
         return {
-            "sites": {"expected": self.expected, "captured": self.captured, "matched": self.matched},
+            "sites": {
+                "expected": self.expected,
+                "captured": self.captured,
+                "matched": self.matched,
+                "compared": self.looked_at,
+            },
             "rows": {
                 "a": self.rows_a,
                 "b": self.rows_b,
@@ -72,6 +81,7 @@ class Coverage:
                 "crossed": dict(self.crossed),
             },
             "skipped": [skip.to_json() for skip in self.skipped],
+            "stopped_at": self.stopped_at,
         }
 
 
@@ -83,6 +93,7 @@ def measure(
     sites: Sequence[SitePair],
     compared: Bools,
     extra: Sequence[Skip] = (),
+    stopped: int | None = None,
 ) -> Coverage:
     """Coverage of a finished comparison.
 
@@ -91,10 +102,12 @@ def measure(
         space, pairs, sites: how they were joined.
         compared: keys of which at least one site was compared across the sides, bool [K].
         extra: entries found while comparing.
+        stopped: number of the site behind which nothing was compared; None when everything was.
     """
     tails = never_forwarded(space)
     generated = space.generated
-    skips = [*site_skips(sites, a, b), *extra, *_row_skips(space, tails, compared), *_edge_skips(pairs)]
+    idle = space.matched & ~compared & (stopped is None)  # a row may have sites behind the one it stopped at
+    skips = [*site_skips(sites, a, b), *extra, *_row_skips(space, tails, idle), *_edge_skips(pairs)]
     skips += [skip for name, capture in zip(_NAMES, (a, b), strict=True) for skip in capture_skips(name, capture)]
     # A state handed from call to call is nothing that a side of whole sequences could have.
     alone = {pair.name for pair in sites if is_state(pair) and not pair.matched}
@@ -104,6 +117,7 @@ def measure(
     lost = any(skip.what.startswith(("lost ", "rows of site ")) for skip in skips)
     normal = ~space.label & ~tails
     labels = space.label & ~_beyond(space)
+    known = compared if stopped is None else None
     return Coverage(
         expected=len(expected),
         captured=len(names),
@@ -111,25 +125,30 @@ def measure(
         rows_a=len(a.rows),
         rows_b=len(b.rows),
         compared=int(np.count_nonzero(compared)),
-        prompt=_share(normal & ~generated, compared),
-        generated=_share(normal & generated, compared),
-        labels=_share(labels, compared),
-        crossed=_crossed(space, compared),
+        prompt=_share(normal & ~generated, known),
+        generated=_share(normal & generated, known),
+        labels=_share(labels, known),
+        crossed=_crossed(space, known),
         skipped=tuple(skips),
         dropped=unmatched or lost or len(expected) > len(names),
+        looked_at=sum(
+            pair.matched and (stopped is None or i <= stopped or pair.is_input) for i, pair in enumerate(sites)
+        ),
+        stopped_at=None if stopped is None else sites[stopped].name,
     )
 
 
-def _share(rows: Bools, compared: Bools) -> Share:
-    return Share(int(np.count_nonzero(rows)), int(np.count_nonzero(rows & compared)))
+def _share(rows: Bools, compared: Bools | None) -> Share:
+    part = None if compared is None else int(np.count_nonzero(rows & compared))
+    return Share(int(np.count_nonzero(rows)), part)
 
 
-def _crossed(space: RowSpace, compared: Bools) -> dict[str, int]:
-    result = {}
+def _crossed(space: RowSpace, compared: Bools | None) -> dict[str, int | None]:
+    result: dict[str, int | None] = {}
     for flag in (RowFlag.CHUNK_EDGE, RowFlag.FIRST_DECODE, RowFlag.AFTER_CACHE_HIT):
         keys = np.zeros(space.n_keys, np.bool_)
         keys[space.key[(space.flags & np.uint32(flag)) != 0]] = True
-        result[str(flag.name).lower()] = int(np.count_nonzero(keys & compared))
+        result[str(flag.name).lower()] = None if compared is None else int(np.count_nonzero(keys & compared))
     return result
 
 
@@ -159,7 +178,7 @@ def _beyond(space: RowSpace) -> Bools:
     return np.asarray(one_sided & ~(goes_on[0] & goes_on[1])[parent])
 
 
-def _row_skips(space: RowSpace, tails: Bools, compared: Bools) -> list[Skip]:
+def _row_skips(space: RowSpace, tails: Bools, idle: Bools) -> list[Skip]:
     skips = []
     beyond = _beyond(space)
     for side, name in enumerate(_NAMES):
@@ -174,7 +193,6 @@ def _row_skips(space: RowSpace, tails: Bools, compared: Bools) -> list[Skip]:
         for keys, reason in groups:
             if keys.any():
                 skips.append(_group(space, keys, f"rows of {name}", reason))
-    idle = space.matched & ~compared
     if idle.any():
         skips.append(_group(space, idle, "rows on both sides", "no site was recorded for them on both sides"))
     return skips

@@ -21,6 +21,11 @@ _STYLE = {
     Outcome.REFUSED: "bold yellow",
     Outcome.INCONCLUSIVE: "bold yellow",
 }
+_SCOPES = {
+    "all-sites": "all sites",
+    "captured-sites": "the sites captured on both sides",
+    "up-to-first": "sites up to the first that differs",
+}
 _NEXT_SITES = 5
 _OWN_SITES = 3
 _SKIP_LINES = 6
@@ -74,7 +79,7 @@ def _but(verdict: Verdict) -> str:
     parts = [
         f"only {_percent(share)} of the {name} rows were compared"
         for name, share in shares.items()
-        if share.of and share.compared < 0.99 * share.of
+        if share.of and share.compared is not None and share.compared < 0.99 * share.of
     ]
     if verdict.incomplete:
         parts.append("a capture is incomplete, and what it lost may differ")
@@ -103,7 +108,7 @@ def _refusal(verdict: Verdict) -> Iterator[RenderableType]:
 def _claim(verdict: Verdict) -> str:
     claim = verdict.claim
     equality = "raw bytes compared" if claim.equality == "bytes" else "128-bit digests compared"
-    scope = "all sites" if claim.scope == "all-sites" else "the sites captured on both sides"
+    scope = _SCOPES[claim.scope]
     tail = "; incomplete captures allowed" if verdict.partial else ""
     tests = "; ".join(_certified(side, results) for side, results in verdict.certification.items())
     return f"{equality}, {scope}{tail}\nself-test {tests}"
@@ -145,8 +150,12 @@ def _checks(verdict: Verdict) -> str:
 
 
 def _coverage(coverage: Coverage, alone: bool) -> str:
-    sites = f"{coverage.matched} of {coverage.expected} sites{'' if alone else ' on both sides'}"
+    sides = "" if alone else " on both sides"
+    sites = f"{coverage.matched} of {coverage.expected} sites{sides}"
     rows = f"{coverage.compared} rows compared (A {coverage.rows_a}{'' if alone else f', B {coverage.rows_b}'})"
+    if coverage.stopped_at is not None:
+        looked = f"{coverage.looked_at} of {coverage.matched} sites{sides} looked at; {rows}"
+        return f"{looked}\n          stopped at {coverage.stopped_at}: what lies behind it was not looked at"
     shares = {"prompt": coverage.prompt, "generated": coverage.generated, "log-probs": coverage.labels}
     parts = ", ".join(f"{name} {_percent(share)}" for name, share in shares.items() if share.of)
     crossed = ", ".join(f"{name.replace('_', ' ')} {count or 'NEVER'}" for name, count in coverage.crossed.items())
@@ -155,6 +164,7 @@ def _coverage(coverage: Coverage, alone: bool) -> str:
 
 
 def _percent(share: Share) -> str:
+    assert share.compared is not None
     return f"{100.0 * share.compared / share.of:.1f} %"
 
 
@@ -181,11 +191,13 @@ def _edges(verdict: Verdict) -> RenderableType:
         summary = verdict.edges[edge]
         mark = "> " if edge == verdict.edge else "  "
         if summary.compared == 0:
-            table.add_row(mark + edge, "0", "", "not crossed by any row", "", "")
-            lines.append(f"{mark}{edge}: not crossed by any row")
+            nothing = "no row up to there" if summary.up_to is not None else "not crossed by any row"
+            table.add_row(mark + edge, "0", "", nothing, "", "")
+            lines.append(f"{mark}{edge}: {nothing}")
             continue
         first = summary.first
-        cells = ("equal", "", "") if first is None else (first.site, first.kind.label, _ulp(first))
+        equal = "equal up to there" if summary.up_to is not None else "equal"
+        cells = (equal, "", "") if first is None else (first.site, first.kind.label, _ulp(first))
         table.add_row(mark + edge, str(summary.compared), str(summary.mismatched), *cells)
         lines.append(f"{mark}{edge}: {summary.mismatched} of {summary.compared} rows differ")
         if first is not None:
@@ -236,6 +248,9 @@ def _following(verdict: Verdict) -> Iterator[RenderableType]:
         yield Text(f"referee   {verdict.referee['text']}")
     if verdict.masked.hidden:
         yield Text(f"masked    {verdict.masked.text}")
+    if verdict.coverage.stopped_at is not None:
+        yield Text("then      not looked at")
+        return
     table = verdict.site_counts
     after = table[(table["edge"] == verdict.edge) & (table["mismatched"] > 0) & (table["site"] != verdict.first.site)]
     if not len(after):

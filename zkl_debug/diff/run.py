@@ -179,7 +179,7 @@ def _diff(joined: Joined, partial: bool, verify_bytes: bool, comparing: dict[str
     outcome = Outcome.DIVERGED if edge is not None else Outcome.IDENTICAL
     claim = Claim(
         equality="bytes" if comparison.all_bytes else "digest",
-        scope="captured-sites" if coverage.dropped or partial or comparison.stopped is not None else "all-sites",
+        scope=_scope(comparison, coverage, partial),
         repeats=2 if all(tests["a0_a1"] for tests in certified.values()) else 1,
     )
     return Verdict(
@@ -214,10 +214,15 @@ def _coverage(comparison: Comparison, partial: bool, left_out: Sequence[Skip]) -
             skips.append(Skip(f"lost in {name}: end of the capture", str(capture.manifest.get("reason", "incomplete"))))
     alone = isinstance(comparison.b, Alone)
     compared = np.any(list(comparison.edge_compared.values()), axis=0) if alone else comparison.compared
-    coverage = measure(
-        comparison.a, comparison.b, comparison.space, comparison.pairs, comparison.sites, compared, skips
-    )
+    joined = (comparison.a, comparison.b, comparison.space, comparison.pairs, comparison.sites)
+    coverage = measure(*joined, compared, skips, comparison.stopped)
     return own_coverage(coverage) if alone else coverage
+
+
+def _scope(comparison: Comparison, coverage: Coverage, partial: bool) -> str:
+    if comparison.stopped is not None:
+        return "up-to-first"
+    return "captured-sites" if coverage.dropped or partial else "all-sites"
 
 
 def _not_reached(comparison: Comparison) -> list[Skip]:
@@ -225,7 +230,8 @@ def _not_reached(comparison: Comparison) -> list[Skip]:
         return []
     left = [pair for pair in comparison.sites[comparison.stopped + 1 :] if not pair.is_input]
     name = comparison.sites[comparison.stopped].name
-    return [Skip(f"sites after {name}", "only the first site that differs was asked for", len(left))] if left else []
+    reason = "not looked at: only the first site that differs was asked for"
+    return [Skip(f"sites after {name}", reason, len(left))] if left else []
 
 
 def _refusals(comparison: Comparison, checks: dict[str, Json], alone: bool) -> Iterator[Refusal]:

@@ -27,8 +27,10 @@ def suggestions(
         verify = both and not verified and not comparison.all_bytes
         return (f"zkl-debug diff {a}{'' if alone else ' ' + b} --verify-bytes",) if verify else ()
     if alone:
-        return (f"zkl-debug inspect {a}",)
+        return (f"zkl-debug diff {a}" if comparison.stopped is not None else f"zkl-debug inspect {a}",)
     commands = [] if first is None else _inside(comparison, first, a, b)
+    if comparison.stopped is not None:
+        commands.append(f"zkl-debug diff {a} {b}")
     if first is not None and first.inputs == "port":
         commands += [f"zkl-debug inspect {a}", f"zkl-debug inspect {b}"]
     elif coverage.matched < coverage.captured:

@@ -33,7 +33,8 @@ class Claim:
 
     Attributes:
         equality: ``digest`` or ``bytes`` (raw bytes were compared for every compared row of every site).
-        scope: ``all-sites`` when every site of both sides was compared, else ``captured-sites``.
+        scope: ``all-sites`` when every site of both sides was compared, ``up-to-first`` when what lies behind the first
+            site that differs was not looked at, else ``captured-sites``.
         repeats: runs of each side known to agree (1 when a side was not run twice).
     """
 
