@@ -10,6 +10,13 @@ from typing import Any
 import torch
 
 
+_CALLS = (
+    "cuGraphClone", "cuGraphNodeFindInClone", "cuGraphNodeGetDependencies", "cuGraphNodeGetDependentNodes",
+    "cuGraphAddDependencies", "cuGraphDestroyNode", "cuGraphExecGetFlags", "cuGraphInstantiateWithFlags",
+    "cuGraphDestroy", "cuGraphLaunch", "cuGraphExecDestroy",
+)  # fmt: skip
+
+
 class Executable:
     """A graph that can be launched on the current stream of the device it was made on; freed with this object.
 
@@ -117,4 +124,8 @@ def _neighbours(function: Any, node: int) -> list[int] | None:
 
 @functools.cache
 def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
+    missing = [name for name in _CALLS if not hasattr(driver, name)]
+    if missing:
+        raise OSError(f"this driver has no {missing[0]}")
+    return driver
