@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-
 _CALLS = (
     "cuGraphClone", "cuGraphNodeFindInClone", "cuGraphNodeGetDependencies", "cuGraphNodeGetDependentNodes",
     "cuGraphAddDependencies", "cuGraphDestroyNode", "cuGraphExecGetFlags", "cuGraphInstantiateWithFlags",
