@@ -73,6 +73,14 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def title(pid: int) -> str:
+    """What a process calls itself; a worker of Ray goes by its task. Empty when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; one that ended and was not waited for does not."""
     try:

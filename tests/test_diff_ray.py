@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_workers import descendants, killing, two_workers  # noqa: F401
+from ray_workers import descendants, killing, title, two_workers  # noqa: F401
 
 from zkl_debug import cluster
 from zkl_debug.bench.measure import run_measured, zkl_command
@@ -110,7 +110,7 @@ def test_a_killed_worker_loses_nothing(tmp_path: Path) -> None:
     expected = document(tmp_path, runner=in_process)
 
     def comparing() -> list[int]:
-        return [pid for pid in descendants(os.getpid()) if "compare_sites" in _title(pid)]
+        return [pid for pid in descendants(os.getpid()) if "compare_sites" in title(pid)]
 
     with killing(comparing, wait=0.05) as killed:
         found = document(tmp_path, runner=RayRunner("local"))
@@ -128,7 +128,7 @@ def test_a_command_that_loses_workers_prints_its_document_alone(tmp_path: Path, 
     write_side(tmp_path / "gen", size, "gen", FLIPS)
 
     def comparing() -> list[int]:
-        return [pid for pid in descendants(os.getpid()) if "compare_sites" in _title(pid)]
+        return [pid for pid in descendants(os.getpid()) if "compare_sites" in title(pid)]
 
     with killing(comparing, most=most, wait=0.0 if most > 1 else 0.05) as killed:
         command = zkl_command("diff", tmp_path / "train", tmp_path / "gen", "--json", "--ray", "local", "--jobs", 2)
@@ -140,13 +140,6 @@ def test_a_command_that_loses_workers_prints_its_document_alone(tmp_path: Path, 
         assert said["verdict"] == "diverged"
     else:
         assert "Ray gave up" in said["found"]
-
-
-def _title(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
 
 
 @pytest.mark.slow
