@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 
 from zkl_debug.bench import peer_run, peers_bench
 from zkl_debug.bench.peer_run import INJECTIONS, _change
 from zkl_debug.bench.peer_tools import TOOLS, Told, _AtOnce, kind
-from zkl_debug.bench.peers_bench import answer, bench_peers, table
+from zkl_debug.bench.peers_bench import answer, bench_peers
 from zkl_debug.cli.bench import command
+from zkl_debug.cli.bench_print import print_peers
 from zkl_debug.errors import UsageError
 from zkl_debug.stack.switches import switch
 
@@ -129,7 +132,35 @@ def test_a_tool_that_is_not_installed_is_said_to_be_left_out(monkeypatch: pytest
     monkeypatch.setattr(peers_bench, "TOOLS", {"x": TOOLS["msprobe"].__class__("x", "no-such-package", None, None)})  # type: ignore[arg-type]
     found = bench_peers(["x"])
     assert found["tools"]["x"]["left_out"] == "no-such-package is not installed"
-    assert "no-such-package is not installed" in table(found)[1]
+    console = Console(file=io.StringIO(), width=80)
+    print_peers(console, found)
+    assert "no-such-package is not installed" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_the_table_of_a_tool_fits(width: int) -> None:
+    """What a tool says of each case, and why it could not; no line is broken by the terminal."""
+    said = {"compared": 3, "differ": 0, "first": "", "why_not": ""}
+    both = {"other_side": {**said, "answer": "differs without it too"}, "good_run": {**said, "answer": "names it"}}
+    tool = {
+        "name": "some tool that hooks everything",
+        "version": "26.2.0",
+        "cost": {"ratio": 1.5, "bytes": 598_000_000, "plain_seconds": 1.0},
+        "good-tiny-gpt": {"other_side": {**said, "answer": "says that they differ"}, "repeated": []},
+        "K2": both,
+        "K4": {"error": "RuntimeError: a long reason " * 5},
+        "sign-flip": {"good_run": {**said, "answer": "names the module round it"}},
+    }
+    console = Console(file=io.StringIO(), width=width)
+    print_peers(console, {"tools": {"x": tool}, "cases": {"K2": "", "K4": "", "K7": "", "sign-flip": ""}})
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    for part in ("1.50 x plain, 598 MB", "sign flip", "names it", "failed"):
+        assert part in words
+    if width == 80:
+        assert "K2 differs without it too names it" in words
+        assert "sign flip - names the module round it" in words
 
 
 def test_unknown_tools_are_refused() -> None:

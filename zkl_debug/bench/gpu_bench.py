@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from torch import nn
 
 from zkl_debug.beds.bed import bed
 from zkl_debug.beds.gpu import require
+from zkl_debug.bench.children import scratch
 from zkl_debug.schema import Json
 
 ROUNDS = 5
@@ -36,9 +36,13 @@ PARTS = ("kernel", "scoring", "decode")
 
 
 def bench_gpu(
-    progress: Say | None = None, size: str = "full", rounds: int = ROUNDS, parts: Sequence[str] = PARTS
+    progress: Say | None = None,
+    size: str = "full",
+    rounds: int = ROUNDS,
+    parts: Sequence[str] = PARTS,
+    folder: Path | None = None,
 ) -> dict[str, Json]:
-    """Time the digest kernel, scoring and decoding, or some of them.
+    """Time the digest kernel, scoring and decoding, or some of them; captures are written to ``folder``.
 
     Returns:
         ``kernel``: bytes read per second; ``scoring`` and ``decode``: seconds and ratios to the plain run, of decode
@@ -53,9 +57,8 @@ def bench_gpu(
 
     say = progress or (lambda _text: None)
     fields: dict[str, Any] = {**known.model, **known.sizes[size]}
-    root = Path(tempfile.mkdtemp(prefix="zkl-bench-"))
     result: dict[str, Json] = {"device": torch.cuda.get_device_name(), "size": fields, "rounds": rounds}
-    try:
+    with scratch(folder, "zkl-bench-") as root:
         if "kernel" in parts:
             say("digest kernel")
             result["kernel"] = [bench_kernel(*shape) for shape in _KERNEL_SHAPES]
@@ -69,8 +72,6 @@ def bench_gpu(
                 say("decoding")
                 graphs = gpu.GpuSpec(**{**vars(spec), "cuda_graphs": True})
                 result["decode"] = _decoding(gpu.build_gpu_model(graphs, 0), graphs, root, rounds)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
     return result
 
 

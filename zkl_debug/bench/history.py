@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -15,52 +16,80 @@ from zkl_debug.schema import Json
 
 FORMAT = "zkl-bench-history"
 _PACKAGES = ("zkl-debug", "numpy", "h5py", "torch")
+_FIELDS = frozenset({"time", "parts", "document"})
 _TOLD = 1.10  # change of a figure that is worth a line
 
 
-def record(path: Path, document: dict[str, Json]) -> list[str]:
-    """Append a run to a history file and compare it with the last run of the same parts there.
+def check(path: Path) -> list[dict[str, Json]]:
+    """The runs in a history file, none when it is not there yet.
+
+    Raises:
+        UsageError: when its folder is not there, or the file is no history.
+    """
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"--history {path}: no folder {path.parent} to write to", "a folder that is there")
+    if path.exists() and not path.is_file():
+        raise _no_history(f"{path}")
+    return _read(path)
+
+
+def record(path: Path, document: dict[str, Json], settings: dict[str, Json]) -> list[str]:
+    """Append a run to a history file and compare it with the last run of the same parts and settings there.
 
     Args:
         path: a JSON lines file; made when it is not there.
         document: a ``zkl-bench`` document.
+        settings: what was asked for; runs of other settings are not compared.
 
     Returns:
-        Lines about figures that changed by a tenth or more, and when the other run was; empty for a first run.
+        Lines about figures that changed by a tenth or more, and when the other run was; or that there is no such run.
 
     Raises:
-        UsageError: when the file is not such a history.
+        UsageError: when the file is not such a history, or its folder is not there.
     """
     parts = sorted(key for key, value in document.items() if isinstance(value, dict))
-    earlier = [entry for entry in _read(path) if entry["parts"] == parts]
+    settings = json.loads(json.dumps(settings))
+    same = [entry for entry in check(path) if entry["parts"] == parts]
+    earlier = [entry for entry in same if entry.get("settings") == settings]
     entry = {
         "format": FORMAT,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "parts": parts,
+        "settings": settings,
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
         "python": platform.python_version(),
         "machine": {"cores": os.cpu_count(), "system": platform.system(), "processor": platform.machine()},
         "document": document,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry, separators=(",", ":")) + "\n")
-    return _changes(earlier[-1], entry) if earlier else []
+    if earlier:
+        return _changes(earlier[-1], entry)
+    others = f"; {len(same)} with others" if same else ""
+    return [f"{path}: no earlier run of this bench with these settings to compare with{others}"]
 
 
 def _read(path: Path) -> list[dict[str, Json]]:
     if not path.exists():
         return []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError:
+        raise _no_history(str(path)) from None
     entries = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], start=1):
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             entry = None
-        if not isinstance(entry, dict) or entry.get("format") != FORMAT or "document" not in entry:
-            raise UsageError(f"{path} line {number} is no run of a bench", "a file that --history made, or a new name")
+        if not isinstance(entry, dict) or entry.get("format") != FORMAT or not set(entry) >= _FIELDS:
+            raise _no_history(f"{path} line {number}")
         entries.append(entry)
     return entries
+
+
+def _no_history(what: str) -> UsageError:
+    return UsageError(f"{what} is no run of a bench", "a file that --history made, or a new name", "another --history")
 
 
 def _changes(before: dict[str, Json], now: dict[str, Json]) -> list[str]:
@@ -77,7 +106,8 @@ def _numbers(value: Json, name: str) -> Iterator[tuple[str, float]]:
     if isinstance(value, bool):
         return
     if isinstance(value, int | float):
-        yield name, float(value)
+        with contextlib.suppress(OverflowError):  # a file may hold any number
+            yield name, float(value)
     elif isinstance(value, dict):
         for key, part in value.items():
             yield from _numbers(part, f"{name}.{key}" if name else str(key))

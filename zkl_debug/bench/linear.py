@@ -44,12 +44,18 @@ def growth(digests: Sequence[int], costs: Sequence[float]) -> dict[str, Json] | 
     }
 
 
+def is_judged(line: dict[str, Json] | None) -> bool:
+    """Whether a result of :func:`growth` says anything about straightness: it takes three sizes."""
+    return line is not None and len(line["marginal"]) > 1
+
+
 def describe(line: dict[str, Json]) -> str:
     """A result of :func:`growth` in words."""
     first, last = line["marginal"][0], line["marginal"][-1]
-    text = (
-        f"{line['fixed']:.2f} s + {line['per_million']:.3f} s a million, {line['off_line']:.2f} x off the line at most"
-    )
+    text = f"{line['fixed']:.2f} s + {line['per_million']:.3f} s a million"
+    if not is_judged(line):
+        return f"{text}; not judged: any two sizes are on a line"
+    text = f"{text}, {line['off_line']:.2f} x off the line at most"
     if line["marginal_ratio"] is None:
         return text
     ratio = f"{line['marginal_ratio']:.2f} x"

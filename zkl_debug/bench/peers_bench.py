@@ -134,26 +134,3 @@ def _run(key: str, case: str, folder: Path) -> dict[str, Json]:
         return {"error": (errors.strip().splitlines() or ["no output"])[-1][:300]}
     found: dict[str, Json] = json.loads(output.strip().splitlines()[-1])
     return found
-
-
-def table(found: dict[str, Json]) -> list[list[str]]:
-    """Rows for a table: a heading, then one row a tool."""
-    cases = [*FAULTS, *INJECTIONS]
-    rows = [["tool", "version", "forward", "bytes", "nothing wrong", *cases]]
-    for tool in found["tools"].values():
-        if "left_out" in tool:
-            rows.append([tool["name"], "-", *[tool["left_out"]], *[""] * (2 + len(cases))])
-            continue
-        cost = tool["cost"]
-        spent = [f"{cost['ratio']:.2f} x", f"{cost['bytes']:,}"] if "ratio" in cost else ["failed", ""]
-        rows.append(
-            [tool["name"], tool["version"], *spent, _cell(tool["good-tiny-gpt"]), *map(_cell, map(tool.get, cases))]
-        )
-    return rows
-
-
-def _cell(case: Json) -> str:
-    if case is None or "error" in case:
-        return "failed"
-    words = [case[key]["answer"] for key in ("other_side", "good_run") if key in case]
-    return " / ".join(words)

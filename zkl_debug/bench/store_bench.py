@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zkl_debug.bench.children import scratch, writing
+from zkl_debug.bench.space import require_space
 from zkl_debug.schema import Json, Phase, SiteBlock, SiteKind, SiteMeta
 from zkl_debug.store.build import make_block, make_frame, make_rows
 from zkl_debug.store.writer import CaptureWriter
@@ -46,9 +47,13 @@ def bench_store(
     Returns:
         ``ratio`` (store speed over plain speed), ``median_ratio`` (median over the pairs), ``goal``, ``ok``,
         ``store_bytes_per_s``, ``raw_bytes_per_s``, and the sizes used.
+
+    Raises:
+        UsageError: there is no room for them; nothing was written then.
     """
     blocks, frame_bytes = _one_frame(rows, width, sites)
     frames = max(1, -(-nbytes // frame_bytes))
+    require_space(folder, int(1.05 * frames * frame_bytes), "a smaller --size")
     with scratch(folder, "zkl-bench-") as root:
         _timed(_store, root, blocks, 1, rows)  # warm up: imports, thread, folders
         pairs = []

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from zkl_debug.cli import bench_faults
-from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout
+from zkl_debug.cli import bench_faults, bench_print
+from zkl_debug.cli.common import SIZE, emit_json, stderr, stdout, teller
 from zkl_debug.errors import UsageError
 
-FOLDER = click.Path(path_type=Path, file_okay=False, exists=True, writable=True)
-HISTORY = click.option(
-    "--history",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Append the run to this JSON lines file, and tell what changed since the last one in it.",
-)
+_CAPTURE_STORE = 256 << 20  # bytes of the store bench that goes with the one of captures
 
 
 class _Bench(click.Group):
@@ -26,6 +24,42 @@ class _Bench(click.Group):
 
         with unwinding():
             return super().invoke(ctx)
+
+
+class _Digests(click.ParamType[int]):
+    name = "digests"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ARG002
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            option = param.opts[0] if param is not None else "this option"
+            raise UsageError(f"{option} {value}", "a number of digests, such as 3e5", f"{option} 3e5")
+        return int(number)
+
+
+def _looked_at(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
+    """A history that cannot be used is told before minutes are spent."""
+    if path is not None:
+        from zkl_debug.bench.history import check
+
+        check(path)
+    return path
+
+
+DIGESTS = _Digests()
+FOLDER_TYPE = click.Path(path_type=Path, file_okay=False, exists=True, writable=True)
+FOLDER = click.option("--folder", type=FOLDER_TYPE, help="Where to write; it must be there. Default: temporary files.")
+HISTORY = click.option(
+    "--history",
+    type=click.Path(path_type=Path, dir_okay=False),
+    callback=_looked_at,
+    help="Append the run to this JSON lines file, in a folder that is there, and tell what changed since the last run "
+    "of the same bench and settings in it.",
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 @click.group("bench", cls=_Bench)
@@ -38,71 +72,99 @@ command.add_command(bench_faults.command)
 
 @command.command("capture")
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
-@click.option("--hidden", type=int, default=1024, show_default=True)
-@click.option("--layers", type=int, default=8, show_default=True)
-@click.option("--tokens", type=int, default=512, show_default=True)
+@click.option("--hidden", type=click.IntRange(64), default=1024, show_default=True, help="A multiple of 64.")
+@click.option("--layers", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--tokens", type=click.IntRange(2), default=512, show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@FOLDER
+@JSON
 @HISTORY
 def capture_command(
-    rounds: int, hidden: int, layers: int, tokens: int, dtype: str, as_json: bool, history: Path | None
+    rounds: int,
+    hidden: int,
+    layers: int,
+    tokens: int,
+    dtype: str,
+    folder: Path | None,
+    as_json: bool,
+    history: Path | None,
 ) -> int:
-    """Scoring forward of a CPU model: plain, attached but off, digest, payload."""
+    """Scoring forward of a CPU model: plain, attached but off, digest, payload.
+
+    Then what ``bench store`` measures, of 256 MiB.
+    """
     from zkl_debug.bench.capture_bench import CaptureBench, bench_capture
     from zkl_debug.bench.store_bench import bench_store
 
-    size = CaptureBench(layers=layers, hidden=hidden, heads=max(1, hidden // 64), tokens=tokens, rounds=rounds)
-    size = CaptureBench(**{**size.__dict__, "dtype": dtype})
-    console = stderr()
-    with console.status("starting") as status:
-        capture = bench_capture(size, lambda text: status.update(text))
-        status.update("payload writing against raw file writing")
-        store = bench_store(256 << 20)
-    return _finish({"format": "zkl-bench", "version": 1, "capture": capture, "store": store}, as_json, history)
+    if hidden % 64:
+        raise UsageError(
+            f"--hidden {hidden}", "a multiple of 64: heads have 64 channels", f"--hidden {hidden // 64 * 64}"
+        )
+    size = CaptureBench(layers=layers, hidden=hidden, heads=hidden // 64, tokens=tokens, rounds=rounds, dtype=dtype)
+    with _measuring() as say:
+        capture = bench_capture(size, say, folder)
+        say("payload writing against raw file writing")
+        store = bench_store(_CAPTURE_STORE, folder=folder)
+    document = {"format": "zkl-bench", "version": 1, "capture": capture, "store": store}
+
+    def show() -> None:
+        bench_print.print_times(stdout(), "capture", capture)
+        bench_print.print_store(stdout(), store)
+
+    return _finish(document, as_json, history, show)
 
 
 @command.command("gpu")
-@click.option("--rounds", type=int, default=5, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--size", type=click.Choice(["small", "full"]), default="full", show_default=True)
 @click.option("--part", "parts", type=click.Choice(["kernel", "scoring", "decode"]), multiple=True, help="Only these.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@FOLDER
+@JSON
 @HISTORY
-def gpu_command(rounds: int, size: str, parts: tuple[str, ...], as_json: bool, history: Path | None) -> int:
+def gpu_command(
+    rounds: int, size: str, parts: tuple[str, ...], folder: Path | None, as_json: bool, history: Path | None
+) -> int:
     """On a GPU: digest kernel, scoring forward of 16k tokens, decoding in CUDA graphs; beside a naive hook."""
     from zkl_debug.bench.gpu_bench import PARTS, bench_gpu
 
-    console = stderr()
-    with console.status("starting") as status:
-        found = bench_gpu(lambda text: status.update(text), size, rounds, parts or PARTS)
-    return _finish({"format": "zkl-bench", "version": 1, "gpu": found}, as_json, history)
+    with _measuring() as say:
+        found = bench_gpu(say, size, rounds, parts or PARTS, folder)
+    document = {"format": "zkl-bench", "version": 1, "gpu": found}
+    return _finish(document, as_json, history, lambda: bench_print.print_gpu(stdout(), found))
 
 
 @command.command("diff")
 @click.option(
     "--rows",
     "sizes",
-    type=float,
+    type=DIGESTS,
     multiple=True,
-    default=(1e6, 1e7),
+    default=(300_000, 1_000_000, 3_000_000),
     show_default=True,
-    help="Digests of a side (rows times sites); several times for several sizes. 1e8 takes 4.3 GB of disk.",
+    help="Digests of a side (rows times sites); several times for several sizes: growth is judged from three on.",
 )
-@click.option("--ranks", type=click.IntRange(2), default=64, show_default=True, help="Files of a side.")
-@click.option("--rank-rows", type=float, default=0, help="Digests of a file: smaller sizes then have fewer files.")
-@click.option("--layers", type=click.IntRange(1), default=48, show_default=True)
+@click.option("--ranks", type=click.IntRange(2), default=8, show_default=True, help="Files of a side.")
+@click.option("--rank-rows", type=DIGESTS, help="Digests of a file: smaller sizes then have fewer files.")
+@click.option("--layers", type=click.IntRange(1), default=48, show_default=True, help="Of thirty sites each.")
 @click.option("--trials", type=click.IntRange(0), default=20, show_default=True, help="Flipped bits to look for.")
-@click.option("--trial-rows", type=float, default=0, help="Digests of their captures. Default: the smallest size.")
+@click.option("--trial-rows", type=DIGESTS, help="Digests of their captures. Default: the smallest size.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes. Default: one a core where there is enough.")
-@click.option("--folder", type=FOLDER, help="Where to write; it must be there.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option(
+    "--folder",
+    type=FOLDER_TYPE,
+    help="Where to write; it must be there. Default: temporary files. At one time 40 bytes a digest of the largest "
+    "size and 9 MB a rank of 48 layers (1e8 on 64 ranks: 4.7 GB); before that 1.6 GB for the comparison of "
+    "payload, 0.2 GB where no size has a million.",
+)
+@JSON
 @HISTORY
 def diff_command(
-    sizes: tuple[float, ...],
+    sizes: tuple[int, ...],
     ranks: int,
-    rank_rows: float,
+    rank_rows: int | None,
     layers: int,
     trials: int,
-    trial_rows: float,
+    trial_rows: int | None,
     jobs: int | None,
     folder: Path | None,
     as_json: bool,
@@ -110,77 +172,91 @@ def diff_command(
 ) -> int:
     """Diff of synthetic captures: time, memory, growth, flipped bits found; join beside sort, payload beside memcmp."""
     from zkl_debug.bench.diff_bench import DiffBench, bench_diff
-    from zkl_debug.bench.linear import describe
 
-    if any(size < 1 for size in sizes):
-        raise UsageError(f"--rows {min(sizes):g}", "at least one row")
+    for option, given in (("--rank-rows", rank_rows), ("--trial-rows", trial_rows)):
+        if given is not None and given < 1:
+            least = 30 * layers * (1 if option == "--rank-rows" else ranks)
+            raise UsageError(f"{option} {given}", f"at least {least:,}: one row at each site", f"{option} {least}")
     what = DiffBench(
-        sizes=tuple(sorted(int(size) for size in sizes)),
+        sizes=tuple(sorted(sizes)),
         ranks=ranks,
         layers=layers,
-        rank_size=int(rank_rows),
+        rank_size=rank_rows or 0,
         trials=trials,
-        trial_size=int(trial_rows),
+        trial_size=trial_rows or 0,
         jobs=jobs,
     )
-    with stderr().status("starting") as status:
-        found = bench_diff(what, folder, lambda text: status.update(text))
-    code = _finish({"format": "zkl-bench", "version": 1, "diff": found}, as_json, history)
-    for unit, line in found["growth"].items():
-        if line is not None and not as_json:
-            stdout().print(f"growth of {unit}: {describe(line)}", soft_wrap=True)
-    return code
+    with _measuring() as say:
+        found = bench_diff(what, folder, say)
+    document = {"format": "zkl-bench", "version": 1, "diff": found}
+    return _finish(document, as_json, history, lambda: bench_print.print_diff(stdout(), found))
 
 
 @command.command("peers")
 @click.option("--tool", "tools", multiple=True, help="Only these.")
-@click.option("--folder", type=FOLDER, help="Where to write; it must be there.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@FOLDER
+@JSON
 @HISTORY
 def peers_command(tools: tuple[str, ...], folder: Path | None, as_json: bool, history: Path | None) -> int:
-    """Beside other tools that are installed: cost, bytes, and whether each finds K2, K4, K7 and two changed results."""
+    """Beside other tools that are installed: cost, bytes, and whether each finds K2, K4, K7 and two changed results.
+
+    K2, K4 and K7 are faults that add up in another order: a linear layer for some numbers of rows, attention when it
+    decodes, the experts of a token. ``zkl-debug beds`` lists them.
+    """
     from zkl_debug.bench.peer_tools import TOOLS
-    from zkl_debug.bench.peers_bench import bench_peers, table
+    from zkl_debug.bench.peers_bench import bench_peers
 
     unknown = sorted(set(tools) - set(TOOLS))
     if unknown:
         raise UsageError(f"no tool {', '.join(unknown)}", f"one of {', '.join(TOOLS)}")
-    with stderr().status("starting") as status:
-        found = bench_peers(tools or tuple(TOOLS), folder, lambda text: status.update(text))
-    code = _finish({"format": "zkl-bench", "version": 1, "peers": found}, as_json, history, quiet=True)
-    if not as_json:
-        for row in table(found):
-            stdout().print(" | ".join(row), soft_wrap=True)
-        stdout().print("K2, K4, K7: scoring against generation / one side against a run without it", soft_wrap=True)
-    return code
+    with _measuring() as say:
+        found = bench_peers(tools or tuple(TOOLS), folder, say)
+    document = {"format": "zkl-bench", "version": 1, "peers": found}
+    return _finish(document, as_json, history, lambda: bench_print.print_peers(stdout(), found))
 
 
 @command.command("store")
-@click.option("--size", type=SIZE, default="256MiB", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--size", type=SIZE, default="256MiB", show_default=True, help="Rounded up to whole frames of 32 MiB.")
+@FOLDER
+@JSON
 @HISTORY
-def store_command(size: int, as_json: bool, history: Path | None) -> int:
+def store_command(size: int, folder: Path | None, as_json: bool, history: Path | None) -> int:
     """Payload writing speed against raw file writing of the same bytes."""
     from zkl_debug.bench.store_bench import bench_store
 
-    return _finish({"format": "zkl-bench", "version": 1, "store": bench_store(size)}, as_json, history)
+    with _measuring() as say:
+        say(f"{size:,} bytes, store and plain file in turn")
+        found = bench_store(size, folder=folder)
+    document = {"format": "zkl-bench", "version": 1, "store": found}
+    return _finish(document, as_json, history, lambda: bench_print.print_store(stdout(), found))
 
 
-def _finish(document: dict[str, Any], as_json: bool, history: Path | None, quiet: bool = False) -> int:
+@contextlib.contextmanager
+def _measuring() -> Iterator[Callable[[str], None]]:
+    """Progress on stderr, and what helps where the disk is full."""
+    from zkl_debug.bench.space import room
+
+    console = stderr()
+    with console.status("starting") as status, room():
+        yield teller(console, status)
+
+
+def _finish(document: dict[str, Any], as_json: bool, history: Path | None, show: Callable[[], None]) -> int:
+    """Print what was measured, then keep it: a history that fails must not take minutes of work with it."""
+    if as_json:
+        emit_json(document)
+    else:
+        show()
     if history is not None:
         from zkl_debug.bench.history import record
 
-        for line in record(history, document):
+        params = click.get_current_context().params
+        apart = ("as_json", "history", "folder")
+        settings = {
+            name: sorted(value) if isinstance(value, tuple) else value
+            for name, value in sorted(params.items())
+            if name not in apart
+        }
+        for line in record(history, document, settings):
             stderr().print(line, soft_wrap=True)
-    if as_json:
-        emit_json(document)
-    if as_json or quiet:
-        return 0
-    console = stdout()
-    for name, part in document.items():
-        if not isinstance(part, dict):
-            continue
-        console.print(f"[bold]{name}[/]")
-        for key, value in part.items():
-            console.print(f"  {key}: {value}")
     return 0
