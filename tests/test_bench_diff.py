@@ -19,6 +19,7 @@ from zkl_debug.bench.measure import run_measured
 from zkl_debug.bench.synthetic import Synthetic, write_side, writing_command
 from zkl_debug.cli.bench import command
 from zkl_debug.cli.bench_print import print_diff
+from zkl_debug.cli.main import main
 from zkl_debug.errors import UsageError
 
 RUN = {"seconds": 2.5, "cpu_seconds": 2.25, "peak_rss": 300e6, "found": True}
@@ -175,6 +176,23 @@ def test_a_full_disk_is_told_as_it_helps_a_bench(tmp_path: Path, monkeypatch: py
         bench_diff(DiffBench(**{**TINY.__dict__, "sizes": (60_000,)}), tmp_path)
     assert told.value.next_step == "free space, or --folder elsewhere"
     assert "repair" not in str(told.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_capture_bench_on_a_full_disk_does_not_name_repair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("zkl_debug.store.pipeline._write_all", full)
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "capture", "--layers", "1", "--hidden", "64", "--tokens", "8", "--folder", str(tmp_path)])
+    told = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "No space left" in told
+    assert told.endswith("next: free space, or --folder elsewhere\n")
+    assert "repair" not in told
     assert not list(tmp_path.iterdir())
 
 

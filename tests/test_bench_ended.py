@@ -133,24 +133,30 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_only_the_first_signal_unwinds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_only_the_first_signal_unwinds(number: signal.Signals, tmp_path: Path) -> None:
     """A second one must not stop what is cleaned up; afterwards everything is as it was."""
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     kept = []
 
     def ended() -> None:
         with unwinding(), scratch(tmp_path, "x-") as root:
             try:
                 (root / "file").write_text("x")
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
                 time.sleep(5)
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGINT)
                 kept.append(root.exists())
 
-    with pytest.raises(Ended) as stop:
+    with pytest.raises((Ended, KeyboardInterrupt)) as stop:
         ended()
-    assert stop.value.code == 143
+    if number == signal.SIGTERM:
+        assert isinstance(stop.value, Ended)
+        assert stop.value.code == 143
+    else:
+        assert isinstance(stop.value, KeyboardInterrupt)
     assert kept == [True]
     assert not list(tmp_path.iterdir())
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before

@@ -6,11 +6,13 @@ its ratio to the plain forward of the same round: a slow drift of the machine to
 
 from __future__ import annotations
 
+import io
 import shutil
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +112,7 @@ def _timed(model: Any, batch: Any, name: str, out: Path, facts: dict[str, Json])
         nullcontext() if name == "plain" else Capture(model, out, "train", level=name)
     )
     seconds: dict[str, float] = {}
-    with observer as capture:
+    with _quiet_failure(), observer as capture:
         for label in (name,) if name == "payload" else (name + FIRST, name):
             begin = time.perf_counter()
             scoring.score_microbatch(model, batch)
@@ -124,6 +126,18 @@ def _timed(model: Any, batch: Any, name: str, out: Path, facts: dict[str, Json])
         facts["payload_bytes"] = sum(p.stat().st_size for p in out.rglob("*.h5"))
     shutil.rmtree(out, ignore_errors=True)
     return {label: value for label, value in seconds.items() if label in VARIANTS}
+
+
+@contextmanager
+def _quiet_failure() -> Iterator[None]:
+    """Hold back what a capture says on stderr until it has ended well: the bench tells by itself why it failed.
+
+    A capture that fails names ``repair``, and the folder of a bench is gone by then.
+    """
+    said = io.StringIO()
+    with redirect_stderr(said):
+        yield
+    sys.stderr.write(said.getvalue())
 
 
 def _ratio(values: list[float], plain: list[float], rounds: int) -> float:

@@ -70,16 +70,19 @@ def writing(writer: CaptureWriter) -> Iterator[CaptureWriter]:
 
 @contextlib.contextmanager
 def unwinding() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP unwind like Ctrl-C, by :class:`~zkl_debug.errors.Ended`; only the first one counts."""
+    """Inside, SIGTERM and SIGHUP unwind like Ctrl-C, by :class:`~zkl_debug.errors.Ended`.
+
+    Only the first signal counts, Ctrl-C included: a second one would leave behind what the first has cleaned up.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def end(number: int, _frame: object) -> None:
         for each in numbers:
             signal.signal(each, signal.SIG_IGN)
-        raise Ended(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
 
     before = {number: signal.getsignal(number) for number in numbers}
     try:

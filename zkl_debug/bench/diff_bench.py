@@ -138,7 +138,7 @@ def refuse(what: DiffBench, folder: Path | None) -> None:
             raise UsageError(
                 f"{option} {digests:g}",
                 f"at least {least:,}: one row at each of {size.sites} sites in {files}",
-                f"{option} {least}, or fewer --ranks or --layers",
+                f"zkl-debug bench diff {option} {least}, or fewer --ranks or --layers",
             )
     for (few, size), (many, other) in itertools.pairwise(zip(what.sizes, what.captures(), strict=True)):
         if size.total == other.total:

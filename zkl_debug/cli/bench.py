@@ -29,14 +29,15 @@ class _Bench(click.Group):
 class _Digests(click.ParamType[int]):
     name = "digests"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ARG002
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
             number = float(value)
         except (ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             option = param.opts[0] if param is not None else "this option"
-            raise UsageError(f"{option} {value}", "a number of digests, such as 3e5", f"{option} 3e5")
+            following = f"{'zkl-debug bench diff' if ctx is None else ctx.command_path} {option} 3e5"
+            raise UsageError(f"{option} {value}", "a number of digests, such as 3e5", following)
         return int(number)
 
 
@@ -176,7 +177,11 @@ def diff_command(
     for option, given in (("--rank-rows", rank_rows), ("--trial-rows", trial_rows)):
         if given is not None and given < 1:
             least = 30 * layers * (1 if option == "--rank-rows" else ranks)
-            raise UsageError(f"{option} {given}", f"at least {least:,}: one row at each site", f"{option} {least}")
+            raise UsageError(
+                f"{option} {given}",
+                f"at least {least:,}: one row at each site",
+                f"zkl-debug bench diff {option} {least}",
+            )
     what = DiffBench(
         sizes=tuple(sorted(sizes)),
         ranks=ranks,
