@@ -128,6 +128,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_least_size_is_measured(tmp_path: Path) -> None:
     what = DiffBench(**{**TINY.__dict__, "sizes": (60, 120, 180), "trials": 1})
     found = bench_diff(what, tmp_path)
@@ -179,6 +180,7 @@ def test_a_full_disk_is_told_as_it_helps_a_bench(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_capture_bench_on_a_full_disk_does_not_name_repair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +198,7 @@ def test_a_capture_bench_on_a_full_disk_does_not_name_repair(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_files_grow_with_the_size(tmp_path: Path) -> None:
     what = DiffBench(**{**TINY.__dict__, "sizes": (6_000, 18_000), "ranks": 3, "rank_size": 6_000, "trials": 0})
     found = bench_diff(what, tmp_path)

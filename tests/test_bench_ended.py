@@ -59,7 +59,10 @@ def end(process: subprocess.Popen[str], number: int, group: bool) -> tuple[str, 
     return errors, time.monotonic() - begin
 
 
-@pytest.mark.parametrize(("number", "group", "status"), [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)])
+@pytest.mark.parametrize(
+    ("number", "group", "status"),
+    [(signal.SIGINT, True, 130), pytest.param(signal.SIGTERM, False, 143, marks=pytest.mark.slow)],
+)
 def test_a_diff_bench_is_ended_while_its_files_are_written(
     number: int, group: bool, status: int, tmp_path: Path
 ) -> None:
