@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_capture_graphs import FakeKernels
+from graph_fakes import FakeKernels
 
 from zkl_debug.beds.bed import BedOptions
 from zkl_debug.beds.record import RecordOptions, record_bed
