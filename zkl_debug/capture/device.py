@@ -26,25 +26,11 @@ from zkl_debug.lanes import LaneView, lane_view
 
 #: Digests of a chunk: 16 MiB.
 CHUNK_ROWS = 1 << 20
-_ALIGNED = 16
 _TEMPLATE = ("raw_cuda_graph", "raw_cuda_graph_exec", "instantiate")
 
 
-#: Digests of a tensor of one kind: the tensor, where they go and from which row on; False where it cannot.
-Issue = Callable[[torch.Tensor, torch.Tensor, int], bool]
-
-
-@dataclass(frozen=True)
-class Again:
-    """Digests of further tensors of one kind, with all worked out that can be.
-
-    Attributes:
-        now: issues them.
-        held: has them issued with the others that are held.
-    """
-
-    now: Issue
-    held: Issue
+#: A launch for tensors of one kind: the tensor, where its digests go and from which row on; False where it cannot.
+Again = Callable[[torch.Tensor, torch.Tensor, int], bool]
 
 
 class Kernels:
@@ -193,21 +179,13 @@ class Kernels:
         kernel = gpu_digest(tensor.device)
         view = lane_view(tensor, rows)
         launch = kernel.again(view) if kernel is not None and view is not None else None
-        if launch is None or view is None:
+        if launch is None:
             return None
 
-        def now(like: torch.Tensor, out: torch.Tensor, start: int) -> bool:
+        def issue(like: torch.Tensor, out: torch.Tensor, start: int) -> bool:
             return launch(like.data_ptr(), out.data_ptr() + 16 * start)
 
-        def held(like: torch.Tensor, out: torch.Tensor, start: int) -> bool:
-            address = like.data_ptr()
-            if address & _ALIGNED - 1:
-                return False
-            moved = LaneView(address, view.rows, view.lanes, view.stride, like, view.inner, view.group_stride)
-            self._held.append((kernel, moved, out.data_ptr() + 16 * start, None))
-            return True
-
-        return Again(now, held)
+        return issue
 
     def several(self, views: Sequence[LaneView]) -> Callable[[Sequence[int], int], bool] | None:
         """Digests of further sets of tensors like these in one launch, with all but the addresses worked out.
@@ -316,15 +294,11 @@ class DeviceFrame:
         kept = _picked(tensor, view.take) if payload else None
         return Pending(len(self.chunks) - 1, start, n, None, kept)
 
-    def launch_again(self, tensor: torch.Tensor, rows: int, again: Again, together: bool) -> Pending | None:
-        """Issue the digests of the first ``rows`` rows of a tensor by what was worked out for its kind.
-
-        ``together``: in one launch with what is held already and with what comes until it is issued.
-        """
-        issue = again.held if together and self.kernels.holding else again.now
+    def launch_again(self, tensor: torch.Tensor, rows: int, again: Again) -> Pending | None:
+        """Issue the digests of the first ``rows`` rows of a tensor by a launch that was worked out for its kind."""
         chunk = self.reserve(rows, tensor.device)
         start = chunk.used
-        if not issue(tensor, chunk.device, start):
+        if not again(tensor, chunk.device, start):
             return None
         chunk.used = start + rows
         return Pending(len(self.chunks) - 1, start, rows)

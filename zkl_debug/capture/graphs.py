@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from zkl_debug.capture.taps import TapSet
 
 _ATTRIBUTE = "_zkl_plan"
-#: A range of what is read out, and a row of it.
+#: A copy of what is read out, and a row of it.
 Place = tuple[int, int]
 _ARENA_ROWS = 1 << 18  # 4 MiB of digests
 _ARENA_SPARE = 1 << 15
@@ -103,7 +103,7 @@ class Reading:
 
     sites: tuple[GraphSite, ...]
     copies: tuple[Copied, ...]
-    places: tuple[tuple[int, int], ...]
+    places: tuple[Place, ...]
     names: frozenset[str]
     rows: set[int]
     payload: bool
@@ -161,10 +161,10 @@ class Replay(Deferred):
         rows = np.arange(count, dtype=np.uint32)
         pick = slice(0, count) if np.array_equal(self.slot, rows) else self.slot
         found = []
-        for i, (site, (where, offset)) in enumerate(zip(self.reading.sites, self.reading.places, strict=True)):
+        for i, (site, place) in enumerate(zip(self.reading.sites, self.reading.places, strict=True)):
             if site.rows != self.n_slots:
                 continue
-            digest = self._part(parts, (where, offset))[pick]
+            digest = self._part(parts, place)[pick]
             payload = self.payloads[i] if self.payloads else None
             bits = None if payload is None else raw_bits(payload)[pick]
             found.append(SiteBlock(self.metas[i] if self.metas else site.meta, rows, digest, bits))

@@ -56,8 +56,6 @@ class Repeats:
         self._known: dict[Key, Worked] = {}
         #: Whether nothing is done with a site but to digest it.
         self.allowed = session.forcing is None and session.options.level == "digest"
-        #: Whether sites of several modules are recorded one behind the other.
-        self.together = False
 
     def record(
         self,
@@ -77,7 +75,7 @@ class Repeats:
         if worked is None:
             return False
         session, n = self._session, len(worked.row)
-        pending = session.device_frame(frame).launch_again(tensor, n, worked.again, self.together)
+        pending = session.device_frame(frame).launch_again(tensor, n, worked.again)
         if pending is None:
             return False
         meta = session.metas.get(name)

@@ -131,9 +131,7 @@ class CaptureSession:
             return
         if self.graphs is not None:
             self.graphs.collect(frame)
-        self._repeats.together = True
         self.postponed.settle(frame)
-        self._repeats.together = False
 
     def end_frame(self) -> None:
         """Write the open frame, if any; a warm-up is dropped."""

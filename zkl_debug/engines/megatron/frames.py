@@ -11,15 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.rows import FrameRows, late, make_rows, packed_rows, padded_rows, spread_rows, warmup_rows
+from zkl_debug.capture.rows import I64, FrameRows, late, make_rows, packed_rows, padded_rows, spread_rows, warmup_rows
 from zkl_debug.digest import extend_prefix, prefix_digests_of
 from zkl_debug.schema import Phase, RowFlag
 
 if TYPE_CHECKING:
     from zkl_debug.engines.megatron.scoring import MicroBatch
-
-
-I64 = NDArray[np.int64]
 
 
 @dataclass
