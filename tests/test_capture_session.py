@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zkl_debug
+from zkl_debug.capture.api import Capture
 from zkl_debug.capture.rows import padded_rows
 from zkl_debug.errors import ProbeError, UsageError
 from zkl_debug.store.reader import open_capture, verify_payload
@@ -116,6 +117,29 @@ def test_a_broken_probe_never_kills_the_run(
     with open_capture(tmp_path / "a") as capture:
         assert capture.manifest["probe"]["ok"] is False
         assert len(capture.frames) == 1  # what was whole before the failure is kept
+
+
+class Touchy(torch.Tensor):
+    """A tensor that cannot be asked for its type."""
+
+    def is_floating_point(self) -> bool:
+        raise RuntimeError("not to be asked")
+
+
+class Identity(nn.Module):
+    """Hands on such a tensor; the probe looks at no module of this name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.as_subclass(Touchy)
+
+
+def test_a_tensor_that_cannot_be_looked_at_never_kills_the_run(tmp_path: Path) -> None:
+    net = nn.Sequential(Identity(), nn.Dropout(0.0)).eval()
+    with Capture(net, tmp_path / "c", "train") as capture:
+        capture.next_rows(padded_rows(np.ones((1, 4), np.int64), samples=[0], lengths=[4]))
+        assert torch.equal(net(torch.ones(1, 4)).as_subclass(torch.Tensor), torch.ones(1, 4))
+        assert "1:in" in capture.session.errors[0]
+        assert "not to be asked" in capture.session.errors[0]
 
 
 def test_strict_raises(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

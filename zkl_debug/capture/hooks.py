@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,12 +109,11 @@ class ModuleHooks:
             session.path.append(path)
             if unread or session.frame is None:
                 return
-            found = enumerate(_inputs(args, kwargs))
-            sites = [(name if index == 0 else f"{name}.{index}", tensor) for index, tensor in found]
+            sites: Iterable[tuple[str, torch.Tensor]] = _ports(name, _inputs(args, kwargs))
             if session.frame.trusted and (rule is None or not rule.expert_rows):
                 sites = [site for site in sites if not self._waits(*site, rule)]
-            if not sites:
-                return
+                if not sites:
+                    return
             with session.guarded(name):
                 for site, tensor in sites:
                     self._record(site, tensor, rule)
@@ -123,6 +123,7 @@ class ModuleHooks:
     def _post(self, path: str, rule: ModuleRule | None) -> Any:
         session, name = self.session, f"{path}:out"
         unread = rule is not None and rule.tapped
+        most = None if rule is None or not rule.outputs else rule.outputs
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
             if not session.enabled:
@@ -142,10 +143,8 @@ class ModuleHooks:
             with session.guarded(name):
                 if rule is not None and rule.choice:
                     output = _as_map(module, output)
-                for index, tensor in enumerate(_tensors(output)):
-                    if rule is not None and rule.outputs and index >= rule.outputs:
-                        break
-                    self._record(name if index == 0 else f"{name}.{index}", tensor, rule)
+                for site, tensor in _ports(name, itertools.islice(_tensors(output), most)):
+                    self._record(site, tensor, rule)
             if session.graphs is not None and session.graphs.recording is not None:
                 with session.guarded(name):
                     session.graphs.ended(path)
@@ -178,6 +177,12 @@ class ModuleHooks:
             layout=rule.layout,
             flatten=rule.flatten,
         )
+
+
+def _ports(name: str, tensors: Iterator[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names of the ports of a module, the first without a number; lazily, so that a guard has what a tensor does."""
+    for index, tensor in enumerate(tensors):
+        yield (name if index == 0 else f"{name}.{index}"), tensor
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
