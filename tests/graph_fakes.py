@@ -141,12 +141,18 @@ class FakeKernels(Kernels):
 
         return issue
 
-    def several(self, views: Sequence[LaneView]) -> Callable[[Sequence[int], int], bool]:
+    def several(
+        self, views: Sequence[LaneView], dests: Sequence[torch.Tensor | None], counts: Sequence[int]
+    ) -> Callable[[Sequence[int], int], bool]:
         def launch(addresses: Sequence[int], out: int) -> bool:
             at = out
-            for view, address in zip(views, addresses, strict=True):
+            for view, address, dest, count in zip(views, addresses, dests, counts, strict=True):
                 raw = (ctypes.c_int32 * (view.rows * view.lanes)).from_address(address)
                 digests = digest_array(np.frombuffer(raw, np.int32).reshape(view.rows, view.lanes))
+                if dest is not None:
+                    placed = np.zeros((count, 2), np.uint64)
+                    placed[dest[dest >= 0].numpy()] = digests[(dest >= 0).numpy()]
+                    digests = placed
                 ctypes.memmove(at, digests.tobytes(), digests.nbytes)
                 at += digests.nbytes
             self.issue([lambda: None] * len(views))

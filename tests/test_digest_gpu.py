@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,9 @@ def test_further_tensors_of_kinds_that_were_worked_out() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         first = [torch.randn(*shape, device=device).to(dtype) for shape in shapes]
         views = [lane_view(tensor, tensor.shape[0]) for tensor in first]
-        launch = launcher.several([view for view in views if view is not None])
+        starts = itertools.accumulate((16 * len(tensor) for tensor in first), initial=0)
+        targets = [digest_cuda.Target(v, start) for v, start in zip(views, starts, strict=False) if v is not None]
+        launch = launcher.several(targets)
         for _ in range(3):
             tensors = [torch.randn(*shape, device=device).to(dtype) for shape in shapes]
             out = torch.full((sum(len(t) for t in tensors), 2), -1, dtype=torch.int64, device=device)

@@ -155,20 +155,18 @@ class Launcher:
         function, blocks = self._fill(buffer, targets)
         self._issue(function, blocks, arguments)
 
-    def several(self, views: Sequence[LaneView]) -> Callable[[Sequence[int], int], bool]:
+    def several(self, targets: Sequence[Target]) -> Callable[[Sequence[int], int], bool]:
         """One launch for up to :data:`ENTRIES` tensors like these, with all but addresses worked out.
 
-        The function takes the address of each tensor and that of the output, where the digests of the second tensor go
-        behind those of the first, and issues the launch on the current stream; False where an address does not allow
-        the reads it was made for. Not to be called by two threads.
+        The ``out`` of a target is told in bytes behind the output that is given later. The function takes the address
+        of each tensor and that of the output, and issues the launch on the current stream; False where an address does
+        not allow the reads it was made for. Not to be called by two threads.
         """
-        starts = list(itertools.accumulate((16 * view.rows for view in views), initial=0))
         buffer = ctypes.create_string_buffer(_HEADER.size + ENTRIES * _ENTRY.size)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        targets = [Target(view, start) for view, start in zip(views, starts, strict=False)]
         function, blocks = self._fill(buffer, targets)
         mask = 15 if all(map(_is_wide, targets)) else 3
-        places = [(_HEADER.size + i * _ENTRY.size, start) for i, start in enumerate(starts[:-1])]
+        places = [(_HEADER.size + i * _ENTRY.size, target.out) for i, target in enumerate(targets)]
         put, issue = _ENDS.pack_into, self._issue
 
         def launch(addresses: Sequence[int], out: int) -> bool:

@@ -28,8 +28,9 @@ class GpuDigest(Protocol):
     def again(self, view: LaneView) -> Callable[[int, int], bool] | None:
         """A launch for tensors like this one: addresses of lanes and output in, False where it does not fit them."""
 
-    def several(self, views: Sequence[LaneView]) -> Callable[[Sequence[int], int], bool] | None:
-        """One launch for tensors like these: addresses of each and of the output in, False where it does not fit."""
+    def several(self, targets: Sequence[Target]) -> Callable[[Sequence[int], int], bool] | None:
+        """One launch for tensors like these, their ``out`` in bytes behind the output: addresses of each and of the
+        output in, False where it does not fit."""
 
     def adds(self, view: LaneView) -> bool:
         """Whether :meth:`launch` adds into ``out``, which must then hold zeros."""
@@ -90,7 +91,7 @@ class _Triton:
     def again(self, view: LaneView) -> Callable[[int, int], bool] | None:  # noqa: ARG002
         return None
 
-    def several(self, views: Sequence[LaneView]) -> Callable[[Sequence[int], int], bool] | None:  # noqa: ARG002
+    def several(self, targets: Sequence[Target]) -> Callable[[Sequence[int], int], bool] | None:  # noqa: ARG002
         return None
 
     def adds(self, view: LaneView) -> bool:

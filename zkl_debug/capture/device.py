@@ -187,15 +187,26 @@ class Kernels:
 
         return issue
 
-    def several(self, views: Sequence[LaneView]) -> Callable[[Sequence[int], int], bool] | None:
+    def several(
+        self, views: Sequence[LaneView], dests: Sequence[torch.Tensor | None], counts: Sequence[int]
+    ) -> Callable[[Sequence[int], int], bool] | None:
         """Digests of further sets of tensors like these in one launch, with all but the addresses worked out.
+
+        Args:
+            views: the tensors.
+            dests: of each, where its rows go, int64 [rows], -1 to drop one; None when in order. To be kept by the caller.
+            counts: of each, the digests it makes.
 
         Returns:
             What takes the addresses of the tensors and of the output, int64 [n, 2], where the digests of the second
             tensor go behind those of the first, and tells whether it could; None where there is no such launch.
         """
         kernel = gpu_digest(views[0].owner.device)
-        return None if kernel is None else kernel.several(views)
+        if kernel is None:
+            return None
+        starts = itertools.accumulate((16 * count for count in counts), initial=0)
+        known = [0 if dest is None else dest.data_ptr() for dest in dests]
+        return kernel.several([target(*each) for each in zip(views, starts, known, strict=False)])
 
 
 @dataclass

@@ -102,7 +102,7 @@ class Together:
                 return None
             views.append(lanes)
             metas.append(session.meta_of(site.name, view, site.kind, site.semantic))
-        launch = session.kernels.several(views)
+        launch = session.kernels.several(views, [None] * len(views), [n] * len(views))
         names = frozenset(site.name for site in sites)
         if launch is None or len(names) < len(sites):
             return None
