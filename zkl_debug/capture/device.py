@@ -194,7 +194,7 @@ class Kernels:
 
         Args:
             views: the tensors.
-            dests: of each, where its rows go, int64 [rows], -1 to drop one; None when in order. To be kept by the caller.
+            dests: of each, where its rows go, int64 [rows], -1 to drop one; None: in order. To be kept by the caller.
             counts: of each, the digests it makes.
 
         Returns:
