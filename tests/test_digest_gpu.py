@@ -39,23 +39,15 @@ def test_encoded_weights_give_the_digest() -> None:
     assert tuple(got) == digest.digest_bytes(lanes.tobytes())
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_the_kernel_compiles_without_a_gpu(arch: str) -> None:
     try:
         digest_cuda._nvrtc()
     except digest_cuda.CudaError as error:
         pytest.skip(str(error))
-    assert digest_cuda.cubin(arch).startswith(b"\x7fELF")
-
-
-def test_every_row_is_in_exactly_one_block() -> None:
-    for rows in (1, 7, 64, 2047, 2048, 2049, 16384):
-        for lanes in (1, 128, 129, 512, 1024, 8192):
-            few = rows < 2048
-            shift, blocks = digest_cuda._shape(rows, lanes, few)
-            per_block = (8 >> shift) * (1 if few else 8)
-            assert (blocks - 1) * per_block < rows <= blocks * per_block
-            assert few or shift == 0
+    image = digest_cuda.cubin(arch)
+    assert image.startswith(b"\x7fELF")
+    assert (b"digest_cluster_32" in image) == (arch != "sm_80")
 
 
 def _tensors(device: torch.device, seed: int, count: int) -> list[tuple[torch.Tensor, int]]:
@@ -143,6 +135,139 @@ def test_further_tensors_of_kinds_that_were_worked_out() -> None:
             assert np.array_equal(out.cpu().numpy().view(np.uint64), np.concatenate(want))
         off = [torch.randn(shape[0] * shape[1] + 1, device=device).to(dtype)[1:] for shape in shapes]
         assert not launch([tensor.data_ptr() for tensor in off], out.data_ptr())
+
+
+def _host(tensor: torch.Tensor, rows: int) -> np.ndarray[Any, Any]:
+    return digest_array(tensor.contiguous().view(torch.int32).cpu().numpy().reshape(rows, -1))
+
+
+def _bits(device: torch.device, rows: int, lanes: int, behind: int = 0) -> torch.Tensor:
+    """Random lanes [rows, lanes], ``behind`` lanes after an address that is a multiple of sixteen."""
+    flat = torch.randint(-(2**31), 2**31, (rows * lanes + behind,), device=device, dtype=torch.int32)
+    return flat[behind:].view(rows, lanes)
+
+
+def _launch_all(tensors: list[torch.Tensor], offsets: list[int] | None = None) -> str:
+    """Digest tensors [rows, ...] in one launch and hold them against those of the CPU; returns the kind of kernel.
+
+    Every third tensor drops a row and has its other rows in another order.
+    """
+    device = tensors[0].device
+    launcher = digest_cuda.launcher(device)
+    targets, checks = [], []
+    for i, tensor in enumerate(tensors):
+        rows = len(tensor)
+        view, offset = lane_view(tensor, rows), offsets[i] if offsets else 0
+        assert view is not None
+        out = torch.full((rows, 2), -7, dtype=torch.int64, device=device)
+        order = torch.arange(rows, device=device)
+        if i % 3 == 2:
+            order = torch.randperm(rows, device=device)
+            order[rows // 2] = -1
+        whole = tensor.contiguous().view(torch.int32).reshape(rows, -1).cpu().numpy()
+        want = digest_array(np.concatenate([np.zeros((rows, offset), np.int32), whole], axis=1))
+        targets.append(digest_cuda.Target(view, out.data_ptr(), order.data_ptr() if i % 3 == 2 else 0, offset))
+        checks.append((out, order, want))
+    launcher.launch(targets)
+    for i, (out, order, want) in enumerate(checks):
+        full = np.full((len(want), 2), -7, np.int64).view(np.uint64)
+        places = order.cpu().numpy()
+        full[places[places >= 0]] = want[places >= 0]
+        assert np.array_equal(out.cpu().numpy().view(np.uint64), full), (i, tuple(tensors[i].shape), targets[i])
+    return digest_cuda.arrange(targets, launcher._clusters).kind
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 7, 63, 64, 65, 200, 2047])
+@pytest.mark.parametrize("behind", [0, 1])
+def test_blocks_that_share_rows_give_the_bits_of_the_cpu(
+    rows: int, behind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = _need_gpu()
+    monkeypatch.setattr(digest_cuda, "CLUSTER_LANES", 1)
+    monkeypatch.setattr(digest_cuda, "CLUSTER_MOST_ROWS", 2047)
+    widths = [1, 2, 5, 128, 129, 1000, 1024, 1025, 2048, 2052, 4096, 4099, 8192, 8196, 16384, 40000, 39999]
+    for lanes in widths if rows <= 200 else [1, 129, 1028, 4099]:
+        tensor = _bits(device, rows, lanes, behind)
+        assert _launch_all([tensor]) == ("cluster" if digest_cuda.launcher(device)._clusters else "few")
+        view = lane_view(tensor, rows)
+        assert view is not None
+        out = torch.full((rows, 2), -1, dtype=torch.int64, device=device)
+        digest_cuda.launcher(device).launch_one(view, out.data_ptr())
+        assert np.array_equal(out.cpu().numpy().view(np.uint64), _host(tensor, rows)), lanes
+        again = digest_cuda.launcher(device).again(view)
+        out.fill_(-1)
+        assert again(view.address, out.data_ptr())
+        assert np.array_equal(out.cpu().numpy().view(np.uint64), _host(tensor, rows)), lanes
+
+
+@gpu
+@pytest.mark.parametrize("clusters", [False, True])
+def test_launches_of_tensors_that_are_not_alike(clusters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of four and of sixteen bytes, few and many rows, short and long ones, shards: each in one launch."""
+    device = _need_gpu()
+    monkeypatch.setattr(digest_cuda, "CLUSTERS", clusters)
+    kind = "cluster" if clusters and digest_cuda.launcher(device)._clusters else "few"
+    fused = _bits(device, 64, 2048).view(64, 4, 512)
+    ids = torch.arange(64, device=device).view(64, 1)
+    small = [ids, ids + 1, fused[:, :, :256], fused[:, :, 256:384], fused[:, :, 384:], fused]
+    assert _launch_all(small) == "few"
+    assert _launch_all([_bits(device, 64, 32768), *small], [0, 3, 0, 4, 5, 0, 2]) == kind
+    assert _launch_all([*small, _bits(device, 7, 4099, 3), _bits(device, 65, 8192), _bits(device, 1, 1)]) == kind
+    assert (
+        _launch_all([*small, _bits(device, 2048, 12), _bits(device, 3, 9000), _bits(device, 2050, 1027, 1)]) == "many"
+    )
+    rng = np.random.default_rng(5)
+    for count in (2, 8, 9, 32):
+        made = [_bits(device, *(int(k) for k in rng.integers(1, (200, 3000, 4)))) for _ in range(count)]
+        _launch_all([*made[1:], _bits(device, 64, 4096)])
+        _launch_all([*made[1:], _bits(device, 2100, 1024)], [int(k) for k in rng.integers(0, 9, count)])
+
+
+@gpu
+@pytest.mark.parametrize("interleave", [False, True])
+def test_many_rows_shared_and_read_side_by_side(interleave: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _need_gpu()
+    monkeypatch.setattr(digest_cuda, "INTERLEAVE", interleave)
+    for rows in (2048, 2049, 3001):
+        fused = _bits(device, rows, 2048).view(rows, 4, 512)
+        parts = [fused[:, :, :256], fused[:, :, 256:384], fused[:, :, 384:], fused, fused[:, :, :384]]
+        others = [_bits(device, rows, lanes, behind) for lanes, behind in ((1024, 0), (1024, 1), (513, 0), (5, 2))]
+        assert _launch_all([others[0], *parts, *others[1:], parts[0]]) == "many"
+    for lanes in (4096, 8192, 8195, 8196, 20000):
+        assert _launch_all([_bits(device, 2050, lanes)]) == "many"
+
+
+@gpu
+def test_launches_recorded_into_a_graph_read_what_is_there_at_replay() -> None:
+    device = _need_gpu()
+    launcher = digest_cuda.launcher(device)
+    tensors = [_bits(device, 64, 8192), _bits(device, 64, 2), _bits(device, 64, 33), _bits(device, 5, 32768)]
+    views = [view for view in (lane_view(t, len(t)) for t in tensors) if view is not None]
+    starts = list(itertools.accumulate((16 * len(t) for t in tensors), initial=0))
+    places = torch.arange(64, device=device).flip(0)
+    places[7] = -1
+    targets = [
+        digest_cuda.Target(view, start, places.data_ptr() if i == 2 else 0)
+        for i, (view, start) in enumerate(zip(views, starts, strict=False))
+    ]
+    several, one = launcher.several(targets), launcher.again(views[0])
+    out = torch.zeros(starts[-1] // 16 + 64, 2, dtype=torch.int64, device=device)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        assert several([tensor.data_ptr() for tensor in tensors], out.data_ptr())
+        assert one(tensors[0].data_ptr(), out.data_ptr() + starts[-1])
+    for _ in range(3):
+        for tensor in tensors:
+            tensor.random_(-(2**31), 2**31)
+        out.fill_(-7)
+        graph.replay()
+        want = [_host(tensor, len(tensor)) for tensor in tensors]
+        kept, order = np.full((64, 2), -7, np.int64).view(np.uint64), places.cpu().numpy()
+        kept[order[order >= 0]] = want[2][order >= 0]
+        want[2] = kept
+        assert np.array_equal(out.cpu().numpy().view(np.uint64), np.concatenate([*want, want[0]]))
 
 
 class InPlace(nn.Module):

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,12 +31,27 @@ ENTRIES = 32
 _TABLES = (1, 8, ENTRIES)
 _MANY_FROM_ROWS = 2048  # from here on a warp reads eight rows side by side
 _WARPS = 8
+_MANY_ROWS = 8
+_BLOCKS = 8  # of a cluster
 _FIRST_LANES = 1 << 17
 _HEADER = struct.Struct("<QqiI")
-_ENTRY = struct.Struct("<QQQqiiiiiiii")
-_SINGLE = struct.Struct("<QqiIQQQqiiiiiiii")
+_ENTRY = struct.Struct("<QQQqiiiiiiiBBBx")
+_SINGLE = struct.Struct("<QqiIQQQqiiiiiiiBBBx")
 _ENDS = struct.Struct("<QQ")  # first lane and output of the first entry, behind the header
 _NVRTC = ("libnvrtc.so.13", "libnvrtc.so.12")
+
+# How work is cut up: never what is computed, so measurements may set these. The first two are compiled in.
+FEW_ROWS = 2  # rows a warp reads side by side: their weights are loaded once
+CLUSTER_ROWS = 4
+FEW_LOADS = 1  # reads of sixteen bytes that a thread makes of a row before warps share it
+CLUSTER_LOADS = 1
+CLUSTERS = True  # blocks may share rows, where the device can
+CLUSTER_LANES = 4096  # few rows of this many lanes cannot keep a device busy with a block each
+CLUSTER_MOST_ROWS = 512
+MANY_BYTES = 128 << 10  # a block of many rows reads about as much, so that a launch of unlike tensors has no long tail
+MANY_LOADS = 4  # but each warp of it as often as this: adding up over the warp costs about as much as one
+LONG_LANES = 8192  # weights of longer rows outgrow the first level cache: warps that read the same lanes share them
+INTERLEAVE = True  # tensors that lie in each other's memory are read side by side, so that it is loaded once
 
 
 class CudaError(Exception):
@@ -74,7 +89,8 @@ class Launcher:
         major, minor = torch.cuda.get_device_capability(self.index)
         with torch.cuda.device(self.index):
             torch.zeros(1, device=self.device)  # the context exists from here on
-            self._functions = _load(self._driver, cubin(f"sm_{major}{minor}"))
+            self._clusters = major >= 9
+            self._functions = _load(self._driver, cubin(f"sm_{major}{minor}"), self._clusters)
         self._launch = self._driver.cuLaunchKernel
         self._local = threading.local()
         self._weights: list[torch.Tensor] = []
@@ -105,14 +121,14 @@ class Launcher:
         if not 0 < inner < lanes:
             inner, apart = lanes, 0
         wide = not (view.address & 15 or (stride | lanes | inner | apart) & 3)
-        few = rows < _MANY_FROM_ROWS
-        shift, blocks = _shape(rows, lanes, few)
+        kind = _kind(rows, lanes, self._clusters)
+        shift, blocks = _shape(rows, lanes, kind)
         buffer, arguments = self._buffer()
         _SINGLE.pack_into(
             buffer, 0, self._table, self._lanes, 1, 0,
-            view.address, out, dest, stride, rows, lanes, inner, apart, 0, shift, 0, not few,
+            view.address, out, dest, stride, rows, lanes, inner, apart, 0, 0, 1, shift, wide, kind == "many",
         )  # fmt: skip
-        self._issue(self._functions[few, wide, 1], blocks, arguments)
+        self._issue(self._functions[kind, 1], blocks, arguments)
 
     def again(self, view: LaneView) -> Callable[[int, int], bool]:
         """A launch for tensors like this one, with all but two addresses worked out.
@@ -121,18 +137,19 @@ class Launcher:
         stream; False where the address does not allow the reads it was made for. Not to be called by two threads.
         """
         rows, lanes, stride, inner, apart = view.rows, view.lanes, view.stride, view.inner, view.group_stride
-        few = rows < _MANY_FROM_ROWS
         self.weights(lanes)
         if not 0 < inner < lanes:
             inner, apart = lanes, 0
         wide = not (view.address & 15 or (stride | lanes | inner | apart) & 3)
-        shift, blocks = _shape(rows, lanes, few)
+        kind = _kind(rows, lanes, self._clusters)
+        shift, blocks = _shape(rows, lanes, kind)
         buffer = ctypes.create_string_buffer(_SINGLE.size)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         _SINGLE.pack_into(
-            buffer, 0, self._table, self._lanes, 1, 0, 0, 0, 0, stride, rows, lanes, inner, apart, 0, shift, 0, not few
-        )
-        function, issue, at = self._functions[few, wide, 1], self._issue, _HEADER.size
+            buffer, 0, self._table, self._lanes, 1, 0,
+            0, 0, 0, stride, rows, lanes, inner, apart, 0, 0, 1, shift, wide, kind == "many",
+        )  # fmt: skip
+        function, issue, at = self._functions[kind, 1], self._issue, _HEADER.size
         mask = 15 if wide else 3
         put = _ENDS.pack_into
 
@@ -152,8 +169,8 @@ class Launcher:
             CudaError: the driver refuses.
         """
         buffer, arguments = self._buffer()
-        function, blocks = self._fill(buffer, targets)
-        self._issue(function, blocks, arguments)
+        plan = self._fill(buffer, targets)
+        self._issue(self._functions[plan.kind, plan.size], plan.blocks, arguments)
 
     def several(self, targets: Sequence[Target]) -> Callable[[Sequence[int], int], bool]:
         """One launch for up to :data:`ENTRIES` tensors like these, with all but addresses worked out.
@@ -164,13 +181,17 @@ class Launcher:
         """
         buffer = ctypes.create_string_buffer(_HEADER.size + ENTRIES * _ENTRY.size)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        function, blocks = self._fill(buffer, targets)
-        mask = 15 if all(map(_is_wide, targets)) else 3
-        places = [(_HEADER.size + i * _ENTRY.size, target.out) for i, target in enumerate(targets)]
+        plan = self._fill(buffer, targets)
+        function, blocks = self._functions[plan.kind, plan.size], plan.blocks
+        places = [(0, 0, 0)] * len(targets)
+        for place, slot in enumerate(plan.slots):
+            target = targets[slot.target]
+            at = _HEADER.size + place * _ENTRY.size
+            places[slot.target] = (at, target.out, 15 if _is_wide(target.view, target.lane_offset) else 3)
         put, issue = _ENDS.pack_into, self._issue
 
         def launch(addresses: Sequence[int], out: int) -> bool:
-            for address, (at, start) in zip(addresses, places, strict=True):
+            for address, (at, start, mask) in zip(addresses, places, strict=True):
                 if address & mask:
                     return False
                 put(buffer, at, address, out + start)
@@ -179,25 +200,12 @@ class Launcher:
 
         return launch
 
-    def _fill(self, buffer: Any, targets: Sequence[Target]) -> tuple[Any, int]:
-        """Write the table of a launch; returns the kernel and its blocks."""
+    def _fill(self, buffer: Any, targets: Sequence[Target]) -> Plan:
+        """Write the table of a launch."""
         table = self.weights(max(t.view.lanes + t.lane_offset for t in targets))
-        few = all(t.view.rows < _MANY_FROM_ROWS for t in targets)
-        wide = all(map(_is_wide, targets))
-        _HEADER.pack_into(buffer, 0, table.data_ptr(), table.shape[1], len(targets), 0)
-        blocks, at = 0, _HEADER.size
-        for target in targets:
-            view = target.view
-            shift, count = _shape(view.rows, view.lanes, few)
-            grouped = 0 < view.inner < view.lanes
-            inner, apart = (view.inner, view.group_stride) if grouped else (view.lanes, 0)
-            _ENTRY.pack_into(
-                buffer, at, view.address, target.out, target.dest, view.stride,
-                view.rows, view.lanes, inner, apart, target.lane_offset, shift, blocks, not few,
-            )  # fmt: skip
-            blocks, at = blocks + count, at + _ENTRY.size
-        size = next(size for size in _TABLES if len(targets) <= size)
-        return self._functions[few, wide, size], blocks
+        plan = arrange(targets, self._clusters)
+        fill(buffer, targets, plan, table.data_ptr(), table.shape[1])
+        return plan
 
     def _issue(self, function: Any, blocks: int, arguments: Any) -> None:
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.index))
@@ -257,21 +265,130 @@ def encoded_weights(lanes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.ascontiguousarray((high << 32) | (low & 0xFFFFFFFF))
 
 
-def _is_wide(target: Target) -> bool:
+# ---- cutting up ---------------------------------------------------------------------------------------------------
+class Slot(NamedTuple):
+    """An entry of a table.
+
+    Attributes:
+        target: its index among the targets.
+        shift: log2 of the warps that share a row's lanes.
+        first: its first block, or that of its run.
+        run: entries whose blocks take turns, in sequence in the table; 1 for an entry by itself.
+    """
+
+    target: int
+    shift: int
+    first: int
+    run: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch: which kernel, how many blocks, and the entries in the order of the table."""
+
+    kind: str
+    size: int
+    blocks: int
+    slots: tuple[Slot, ...]
+
+
+def arrange(targets: Sequence[Target], clusters: bool) -> Plan:
+    """Cut a launch up; ``clusters`` tells whether blocks of the device may share rows."""
+    shapes = [(target.view.rows, target.view.lanes) for target in targets]
+    kind = "few"
+    for rows, lanes in shapes:
+        if (found := _kind(rows, lanes, clusters)) != "few":
+            kind = found
+        if kind == "many":
+            break
+    size = next(size for size in _TABLES if len(targets) <= size)
+    slots: list[Slot] = []
+    first = 0
+    if kind != "many":
+        for index, (rows, lanes) in enumerate(shapes):
+            shift, blocks = _shape(rows, lanes, kind)
+            slots.append(Slot(index, shift, first, 1))
+            first += blocks
+        return Plan(kind, size, first, tuple(slots))
+    # Blocks that read most come first, so that the last ones to end are small; of those alike, what was made last and
+    # may still be in the cache.
+    runs = []
+    for run in _nested([target.view for target in targets]) if INTERLEAVE else [[i] for i in range(len(targets))]:
+        widest = max(run, key=lambda index: shapes[index][1])
+        shift, blocks = _shape(*shapes[widest], kind)
+        runs.append((shapes[widest][1] >> shift, max(run), run, shift, blocks))
+    for _, _, run, shift, blocks in sorted(runs, reverse=True):
+        slots += (Slot(index, shift, first, len(run)) for index in run)
+        first += blocks * len(run)
+    return Plan(kind, size, first, tuple(slots))
+
+
+def fill(buffer: Any, targets: Sequence[Target], plan: Plan, weights: int, pitch: int) -> None:
+    """Write the parameters of a launch: ``weights`` is the address of int64 [2, pitch]."""
+    _HEADER.pack_into(buffer, 0, weights, pitch, len(targets), 0)
+    at = _HEADER.size
+    for slot in plan.slots:
+        target = targets[slot.target]
+        view = target.view
+        grouped = 0 < view.inner < view.lanes
+        inner, apart = (view.inner, view.group_stride) if grouped else (view.lanes, 0)
+        _ENTRY.pack_into(
+            buffer, at, view.address, target.out, target.dest, view.stride,
+            view.rows, view.lanes, inner, apart, target.lane_offset, slot.first, slot.run,
+            slot.shift, _is_wide(view, target.lane_offset), plan.kind == "many",
+        )  # fmt: skip
+        at += _ENTRY.size
+
+
+def _is_wide(view: LaneView, lane_offset: int) -> bool:
     """Whether every row can be read sixteen bytes at a time."""
-    view = target.view
-    fits = view.address % 16 == 0 and view.stride % 4 == 0 and view.lanes % 4 == 0 and target.lane_offset % 2 == 0
+    fits = view.address % 16 == 0 and view.stride % 4 == 0 and view.lanes % 4 == 0 and lane_offset % 2 == 0
     return fits and (not 0 < view.inner < view.lanes or (view.inner % 4 == 0 and view.group_stride % 4 == 0))
 
 
-def _shape(rows: int, lanes: int, few: bool) -> tuple[int, int]:
+def _kind(rows: int, lanes: int, clusters: bool) -> str:
+    """The kernel for a tensor by itself."""
+    if rows >= _MANY_FROM_ROWS:
+        return "many"
+    return "cluster" if clusters and CLUSTERS and lanes >= CLUSTER_LANES and rows <= CLUSTER_MOST_ROWS else "few"
+
+
+def _shape(rows: int, lanes: int, kind: str) -> tuple[int, int]:
     """(log2 of the warps that share a row's lanes, blocks)."""
     shift = 0
-    if few:
-        while shift < 3 and (128 << shift) < lanes:
+    if kind == "few":
+        while shift < 3 and (128 * FEW_LOADS << shift) < lanes:
             shift += 1
-    block = (_WARPS >> shift) * (1 if few else 8)
-    return shift, -(-rows // block)
+        return shift, -(-rows // ((_WARPS >> shift) * FEW_ROWS))
+    if kind == "cluster":
+        while shift < 6 and (128 * CLUSTER_LOADS << shift) < lanes:
+            shift += 1
+        return shift, -(-rows // ((_WARPS * _BLOCKS >> shift) * CLUSTER_ROWS)) * _BLOCKS
+    rare = rows < _MANY_FROM_ROWS  # a small tensor among large ones
+    most, loads = (3, 1) if rare else (3 if lanes <= LONG_LANES else 1, MANY_LOADS)
+    while shift < most and (256 * loads << shift) <= lanes and (rare or (256 * lanes >> shift) > MANY_BYTES):
+        shift += 1
+    return shift, -(-rows // ((_WARPS >> shift) * _MANY_ROWS))
+
+
+def _nested(views: Sequence[LaneView]) -> list[list[int]]:
+    """Views in runs: each of a run lies in the memory of its first, row by row."""
+    ranges = []
+    for index, view in enumerate(views):
+        width = view.lanes
+        if 0 < view.inner < view.lanes:
+            width = (view.lanes // view.inner - 1) * view.group_stride + view.inner
+        end = view.address + 4 * ((view.rows - 1) * view.stride + width)
+        ranges.append((view.rows, view.stride, view.address, -end, index))
+    runs: list[list[int]] = []
+    outer: tuple[int, int, int] | None = None
+    for rows, stride, _, end, index in sorted(ranges):
+        if outer is not None and outer[:2] == (rows, stride) and -end <= outer[2]:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+            outer = (rows, stride, -end)
+    return runs
 
 
 # ---- compiling and loading ----------------------------------------------------------------------------------------
@@ -286,6 +403,7 @@ def cubin(arch: str) -> bytes:
     source = Path(__file__).with_name("digest_cuda.cu").read_bytes()
     program = ctypes.c_void_p()
     options = [f"--gpu-architecture={arch}".encode(), b"-std=c++17"]
+    options += [f"-DFEW_ROWS={FEW_ROWS}".encode(), f"-DCLUSTER_ROWS={CLUSTER_ROWS}".encode()]
     _check(library.nvrtcCreateProgram(ctypes.byref(program), source, b"digest_cuda.cu", 0, None, None), "NVRTC")
     try:
         status = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
@@ -322,18 +440,18 @@ def _nvrtc() -> Any:
     raise CudaError(f"none of {', '.join(_NVRTC)} can be loaded")
 
 
-def _load(driver: Any, image: bytes) -> dict[tuple[bool, bool, int], Any]:
-    """The kernels by (few rows, wide reads, size of the table), all of them loaded now."""
+def _load(driver: Any, image: bytes, clusters: bool) -> dict[tuple[str, int], Any]:
+    """The kernels by (kind, size of the table), all of them loaded now."""
     module = ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), image), "the driver")
     found = {}
-    for few, wide, size in itertools.product((True, False), (True, False), _TABLES):
+    for kind, size in itertools.product(("few", "many", "cluster") if clusters else ("few", "many"), _TABLES):
         function = ctypes.c_void_p()
-        name = f"digest_{'few' if few else 'many'}{'' if wide else '_narrow'}{f'_group{size}' if size > 1 else ''}"
-        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "the driver")
+        name = f"digest_{kind}_{size}".encode()
+        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name), "the driver")
         if hasattr(driver, "cuFuncLoad"):
             _check(driver.cuFuncLoad(function), "the driver")
-        found[few, wide, size] = function
+        found[kind, size] = function
     return found
 
 
