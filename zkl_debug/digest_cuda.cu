@@ -5,7 +5,8 @@
 // registers; they are added up over the warp once, at the end, and over the warps that share the rows in shared memory:
 // that of a block, or of a cluster of CLUSTER blocks where few long rows have to keep the whole device busy.
 //
-// The compiler is given FEW_ROWS and CLUSTER_ROWS: rows that a warp reads side by side where there are few.
+// The compiler is given FEW_ROWS and CLUSTER_ROWS, the rows that a warp reads side by side where there are few, and
+// KEEP_LANES, whether lanes may stay in the first level cache.
 
 typedef long long i64;
 typedef unsigned long long u64;
@@ -56,12 +57,18 @@ __device__ __forceinline__ Chunk chunk_of(int lane, const Entry& e) {
     return c;
 }
 
-// Lanes are read once: they stay out of the first level cache, which keeps the weights for the next rows.
+// Lanes are read once: out of the first level cache they leave room there for the weights, which the next rows need.
+#if KEEP_LANES
+#define LOAD "ld.global"
+#else
+#define LOAD "ld.global.L1::no_allocate"
+#endif
+
 template <bool WIDE>
 __device__ __forceinline__ int4 load4(const int* row, const Chunk& c) {
     if constexpr (WIDE) {
         int4 v;
-        asm("ld.global.L1::no_allocate.v4.s32 {%0, %1, %2, %3}, [%4];"
+        asm(LOAD ".v4.s32 {%0, %1, %2, %3}, [%4];"
             : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(__cvta_generic_to_global(row + c.at[0])));
         return v;
     } else {

@@ -40,9 +40,10 @@ _SINGLE = struct.Struct("<QqiIQQQqiiiiiiiBBBx")
 _ENDS = struct.Struct("<QQ")  # first lane and output of the first entry, behind the header
 _NVRTC = ("libnvrtc.so.13", "libnvrtc.so.12")
 
-# How work is cut up: never what is computed, so measurements may set these. The first two are compiled in.
+# How work is cut up: never what is computed, so measurements may set these. The first three are compiled in.
 FEW_ROWS = 2  # rows a warp reads side by side: their weights are loaded once
 CLUSTER_ROWS = 4
+KEEP_LANES = False  # whether lanes may stay in the first level cache
 FEW_LOADS = 1  # reads of sixteen bytes that a thread makes of a row before warps share it
 CLUSTER_LOADS = 1
 CLUSTERS = True  # blocks may share rows, where the device can
@@ -403,7 +404,8 @@ def cubin(arch: str) -> bytes:
     source = Path(__file__).with_name("digest_cuda.cu").read_bytes()
     program = ctypes.c_void_p()
     options = [f"--gpu-architecture={arch}".encode(), b"-std=c++17"]
-    options += [f"-DFEW_ROWS={FEW_ROWS}".encode(), f"-DCLUSTER_ROWS={CLUSTER_ROWS}".encode()]
+    compiled_in = {"FEW_ROWS": FEW_ROWS, "CLUSTER_ROWS": CLUSTER_ROWS, "KEEP_LANES": int(KEEP_LANES)}
+    options += [f"-D{name}={value}".encode() for name, value in compiled_in.items()]
     _check(library.nvrtcCreateProgram(ctypes.byref(program), source, b"digest_cuda.cu", 0, None, None), "NVRTC")
     try:
         status = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
