@@ -78,6 +78,9 @@ class FakeKernels(Kernels):
     def takes(self, tensor: torch.Tensor) -> bool:
         return tensor.is_floating_point()
 
+    def anywhere(self) -> bool:
+        return True
+
     def capturing(self) -> bool:
         return FakeGraph.current is not None
 

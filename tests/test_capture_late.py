@@ -217,7 +217,7 @@ def test_sites_outside_the_graphs_wait_for_the_end_of_the_forward_only_where_not
     counts = {}
     for name, bucket in (("plain", -1), ("waiting", 4)):
         model = Model()
-        capture = watched(model, tmp_path / name)
+        capture = watched(model, tmp_path / name, at_once=bucket < 0)
         launches: list[int] = []
         kernels = capture.session.kernels
         issue = kernels.issue

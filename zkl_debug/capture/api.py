@@ -22,7 +22,7 @@ from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.hooks import ModuleHooks, ModuleRule
 from zkl_debug.capture.labels import make_label_rows
 from zkl_debug.capture.options import CaptureOptions
-from zkl_debug.capture.rows import FrameRows, padded_rows, warmup_rows
+from zkl_debug.capture.rows import FrameRows, Sketch, padded_rows, warmup_rows
 from zkl_debug.capture.session import CaptureSession
 from zkl_debug.capture.state import notices_mutation
 from zkl_debug.capture.taps import TapSet
@@ -48,7 +48,7 @@ class Adapter(Protocol):
     def install(self, capture: Capture) -> None:
         """Install taps into ``capture.taps``."""
 
-    def open_frame(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | None:
+    def open_frame(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | Sketch | None:
         """Rows of the forward that is about to run, or None when they cannot be known."""
 
     def metadata(self, capture: Capture) -> dict[str, Json]:
@@ -113,7 +113,7 @@ class Capture:
         self._hooks: ModuleHooks
         self._weights: WeightWatch
         self._root: list[Any] = []
-        self._pending: FrameRows | None = None
+        self._pending: FrameRows | Sketch | None = None
         self._next_sample = 0
         self._manifest: dict[str, Json] = {}
         self._id = uuid.uuid4().hex  # a copy of this capture is not another run
@@ -232,7 +232,7 @@ class Capture:
             end_rest(self.out, self.rank)
 
     # ---- for the program ------------------------------------------------------------------------------------------
-    def next_rows(self, rows: FrameRows) -> None:
+    def next_rows(self, rows: FrameRows | Sketch) -> None:
         """Key the next forward of the model by ``rows`` instead of guessing them from its arguments."""
         self._pending = rows
 
@@ -343,7 +343,7 @@ class Capture:
         with session.guarded("model:in"):
             session.path.clear()
             session.in_forward = True
-            rows = self._recording_rows(args, kwargs)
+            rows: FrameRows | Sketch | None = self._recording_rows(args, kwargs)
             if rows is None:
                 rows, self._pending = self._pending, None
             if rows is None and self.adapter is not None:
@@ -356,7 +356,7 @@ class Capture:
             self._weights.before_frame(rows)
             fit = getattr(self.adapter, "fit_rows", None)
             if fit is not None and not rows.warmup:
-                rows = fit(rows)
+                rows = rows.then(fit) if isinstance(rows, Sketch) else fit(rows)
             session.begin_frame(rows)
             if rows.warmup:
                 return

@@ -26,6 +26,8 @@ from zkl_debug.lanes import LaneView, lane_view
 
 #: Digests of a chunk: 16 MiB.
 CHUNK_ROWS = 1 << 20
+_MOST_DESTS = 64
+_WORTH_A_COPY = 1 << 16
 _TEMPLATE = ("raw_cuda_graph", "raw_cuda_graph_exec", "instantiate")
 
 
@@ -47,6 +49,10 @@ class Kernels:
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether digests of this tensor are computed on its device."""
         return tensor.is_cuda and gpu_digest(tensor.device) is not None
+
+    def anywhere(self) -> bool:
+        """Whether there may be tensors that :meth:`takes` takes."""
+        return torch.cuda.is_available()
 
     def capturing(self) -> bool:
         """Whether the current stream is recording a graph."""
@@ -211,11 +217,17 @@ class Kernels:
 
 @dataclass
 class Chunk:
-    """Device memory for digests and the page-locked memory they are copied to, both int64 [n, 2]."""
+    """Device memory for digests and the page-locked memory they are copied to, both int64 [n, 2].
+
+    Attributes:
+        used: digests in it.
+        copied: of these, the first so many whose copy was issued.
+    """
 
     device: torch.Tensor
     host: torch.Tensor
     used: int = 0
+    copied: int = 0
 
     def __post_init__(self) -> None:
         self.words = self.device.view(-1).view(torch.int32)
@@ -233,6 +245,7 @@ class ChunkPool:
         self._free: list[Chunk] = []
         self._lock = threading.Lock()
         self._stream: dict[torch.device, torch.cuda.Stream] = {}
+        self._dest: dict[tuple[int, int, torch.device], tuple[I64, torch.Tensor]] = {}
 
     def take(self, device: torch.device, rows: int) -> Chunk:
         """A zeroed chunk of at least ``rows`` digests."""
@@ -248,9 +261,25 @@ class ChunkPool:
 
     def give(self, chunk: Chunk) -> None:
         """A chunk whose contents were read."""
-        chunk.used = 0
+        chunk.used = chunk.copied = 0
         with self._lock:
             self._free.append(chunk)
+
+    def dest_of(self, take: I64, n_view: int, device: torch.device) -> torch.Tensor:
+        """See :meth:`DeviceFrame.dest_of`; frames whose rows lie in the same slots take by the very same arrays."""
+        key = (id(take), n_view, device)
+        known = self._dest.get(key)
+        if known is None:
+            inverse = np.full(n_view, -1, np.int64)
+            inverse[take] = np.arange(len(take))
+            assert int((inverse >= 0).sum()) == len(take), "a row is taken twice"
+            if len(self._dest) >= _MOST_DESTS:
+                self._dest.clear()
+            known = self._dest[key] = (
+                take,
+                to_device(inverse, device),
+            )  # ``take`` is held, so that its id stays its own
+        return known[1]
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream of the copies."""
@@ -290,13 +319,12 @@ class DeviceFrame:
     chunks: list[Chunk] = field(default_factory=list)
     ready: list[Any] = field(default_factory=list)
     device: torch.device | None = None
-    _dest: dict[tuple[int, int], tuple[Any, torch.Tensor]] = field(default_factory=dict)
 
     def launch(self, view: RowView, payload: bool) -> Pending | None:
         """Issue digest and clone of the view's rows; None when the device has no kernel for this tensor."""
         tensor = view.tensor.detach()
         n_view, n = int(tensor.shape[0]), len(view.row)
-        dest = None if view.take is None else self._dest_of(view.take, n_view, tensor.device)
+        dest = None if view.take is None else self.dest_of(view.take, n_view, tensor.device)
         chunk = self.reserve(n, tensor.device)
         start = chunk.used
         if not self.kernels.digest(tensor, n_view, chunk.device, start, dest, clear=False):
@@ -351,11 +379,13 @@ class DeviceFrame:
             torch.index_select(slots, 0, index, out=to)
         return Pending(len(self.chunks) - 1, start, rows)
 
-    def fetch_words(self, words: list[torch.Tensor], rows: int) -> Pending:
-        """Issue the copy of int32 tensors [k], one behind the other, to the host: ``rows`` digests' worth of bytes."""
+    def fetch_words(self, words: list[torch.Tensor]) -> Pending:
+        """Issue the copy of int32 tensors [k], one behind the other, to the host, as digests of four words each."""
+        count = sum(int(tensor.shape[0]) for tensor in words)
+        rows = -(-count // 4)
         chunk = self.reserve(rows, words[0].device)
         start, chunk.used = chunk.used, chunk.used + rows
-        torch.cat(words, out=chunk.words[4 * start : 4 * chunk.used])
+        torch.cat(words, out=chunk.words[4 * start : 4 * start + count])
         return Pending(len(self.chunks) - 1, start, rows)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -366,6 +396,12 @@ class DeviceFrame:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
+    def copy_so_far(self) -> None:
+        """Issue the copies of what is there, if it is worth a copy of its own: less is left for the end."""
+        if self.chunks and self.chunks[-1].used - self.chunks[-1].copied >= _WORTH_A_COPY:
+            self.kernels.settle()
+            self._copy(self.chunks[-1])
+
     def copy_out(self) -> None:
         """Issue the copies that were not issued yet; :meth:`arrays` waits for them and for all work before them."""
         if self.chunks:
@@ -375,9 +411,12 @@ class DeviceFrame:
             self._on_side_stream(self.device, lambda: None)
 
     def _copy(self, chunk: Chunk) -> None:
+        rows = slice(chunk.copied, chunk.used)
+        chunk.copied = chunk.used
+
         def copy() -> None:
-            chunk.host[: chunk.used].copy_(chunk.device[: chunk.used], non_blocking=True)
-            chunk.device[: chunk.used].zero_()  # kernels of the next frame may add into it
+            chunk.host[rows].copy_(chunk.device[rows], non_blocking=True)
+            chunk.device[rows].zero_()  # kernels of the next frame may add into it
 
         if chunk.device.is_cuda:
             self._on_side_stream(chunk.device.device, copy)
@@ -407,17 +446,9 @@ class DeviceFrame:
         self.chunks = []
         return found
 
-    def _dest_of(self, take: I64, n_view: int, device: torch.device) -> torch.Tensor:
-        """Where row i of the view goes among the rows that are taken, or -1; sent to the device once a frame."""
-        key = (id(take), n_view)
-        known = self._dest.get(key)
-        if known is None:
-            inverse = np.full(n_view, -1, np.int64)
-            inverse[take] = np.arange(len(take))
-            assert int((inverse >= 0).sum()) == len(take), "a row is taken twice"
-            known = (take, to_device(inverse, device))
-            self._dest[key] = known  # holds ``take``, so that its id is not given to another array
-        return known[1]
+    def dest_of(self, take: I64, n_view: int, device: torch.device) -> torch.Tensor:
+        """Where row i of a view goes among the rows that are taken, or -1: int64 [n_view] on the device."""
+        return self.pool.dest_of(take, n_view, device)
 
 
 def to_device(array: I64, device: torch.device) -> torch.Tensor:

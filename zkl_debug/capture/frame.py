@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from zkl_debug.capture.device import DeviceFrame, Pending, payload_bits
 from zkl_debug.capture.layout import RowView
-from zkl_debug.capture.rows import FrameRows
+from zkl_debug.capture.rows import FrameRows, Sketch
 from zkl_debug.capture.twins import Key, Reading, Twins, memory_key
 from zkl_debug.schema import U64, SiteBlock, SiteMeta
 
 if TYPE_CHECKING:
     from zkl_debug.capture.graphs import Plan
-    from zkl_debug.capture.postponed import Waiting
+    from zkl_debug.capture.postponed import Errand, Waiting
 
 _TWIN_KEEP = 24  # tensors kept alive for the next hooks of the same frame
 
@@ -52,7 +52,7 @@ class OpenFrame:
 
     Attributes:
         index: its number in the capture.
-        rows: what its token slots are.
+        given: what its token slots are, or what is known of them until :attr:`rows` is asked for.
         blocks: sites so far.
         labels: label rows, in order, behind ``rows``.
         seen: occurrences of each site name.
@@ -63,13 +63,17 @@ class OpenFrame:
         replayed_names: names of the sites of graphs that were read out.
         deferred: sites made when the frame is filed.
         event_seq: number of the last event before its end.
-        may_wait: whether sites may be read when the forward has been issued.
+        ended: the model has issued all it will.
+        may_wait: whether sites may be read later: see :mod:`zkl_debug.capture.postponed`.
+        parts: they wait for the end of a part of the model, not of all of it.
         trusted: those that are known to be the same then.
-        waiting, waiting_names, waiting_bytes: those that are read then.
+        waiting, errands: what waits.
+        names: sites that wait or did.
+        passed, passed_bytes: sites that were passed since waiting ones were last read, and what they hold.
     """
 
     index: int
-    rows: FrameRows
+    given: FrameRows | Sketch
     event_seq: int = 0
     blocks: list[Block] = field(default_factory=list)
     labels: list[NDArray[np.void]] = field(default_factory=list)
@@ -83,11 +87,23 @@ class OpenFrame:
     deferred: list[Deferred] = field(default_factory=list)
     twins: OrderedDict[Key, Reading] = field(default_factory=OrderedDict)
     pairs: list[tuple[str, str, Pending, Pending]] = field(default_factory=list)
+    ended: bool = False
     may_wait: bool = False
+    parts: bool = False
     trusted: Container[str] = ()
     waiting: list[Waiting] = field(default_factory=list)
-    waiting_names: set[str] = field(default_factory=set)
-    waiting_bytes: int = 0
+    errands: list[Errand] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    passed: int = 0
+    passed_bytes: int = 0
+
+    @property
+    def rows(self) -> FrameRows:
+        """What its token slots are; worked out when it is asked for first, which must be before the forward ends."""
+        given = self.given
+        if isinstance(given, Sketch):
+            given = self.given = given.rows()
+        return given
 
     @property
     def n_rows(self) -> int:
@@ -97,7 +113,11 @@ class OpenFrame:
     @property
     def kind(self) -> int:
         """Class of the frame for :class:`Twins`: its phase, and whether it replays a graph."""
-        return int(self.rows.phase) + (16 if self.rows.graph >= 0 else 0)
+        return int(self.given.phase) + (16 if self.given.graph >= 0 else 0)
+
+    def passed_already(self, name: str) -> bool:
+        """Whether a site was passed, and recorded or told to wait."""
+        return name in self.seen or name in self.names
 
     def table(self) -> NDArray[np.void]:
         """All rows, label rows last."""
@@ -112,27 +132,41 @@ class OpenFrame:
         """Digests of a view on its device; those of the tensor's last site where the two are known to be one."""
         assert self.device is not None
         key = memory_key(source, view.take, int(view.tensor.shape[0])) if source is not None else None
-        earlier = self.twins.get(key) if key is not None else None
-        if earlier is not None and source is not None and earlier.written_since(source):
-            earlier = None
-        if earlier is not None and not payload and twins.trusted(self.kind, self.index, earlier.site, name):
-            made: Pending | None = earlier.pending
-        else:
+        made: Pending | None = None
+        if key is not None and source is not None and not payload:
+            made = self.known(key, source, name, twins)
+        if made is None:
             made = self.device.launch(view, payload)
-        if made is None or key is None:
-            return made
-        assert source is not None
-        kept = earlier
-        if earlier is None or twins.refuses(self.kind, earlier.site, name):
-            kept = Reading(source, source._version, name, made)
-        elif made is not earlier.pending:
-            self.pairs.append((earlier.site, name, earlier.pending, made))
-        assert kept is not None
-        self.twins[key] = replace(kept, tensor=source, version=source._version)
+        if made is not None and key is not None and source is not None:
+            earlier = self._earlier(key, source)
+            if earlier is not None and not twins.refuses(self.kind, earlier.site, name):
+                if made is not earlier.pending:
+                    self.pairs.append((earlier.site, name, earlier.pending, made))
+                self.remember(key, replace(earlier, tensor=source, version=source._version))
+            else:
+                self.remember(key, Reading(source, source._version, name, made))
+        return made
+
+    def known(self, key: Key, tensor: torch.Tensor, name: str, twins: Twins) -> Pending | None:
+        """The digests of the last site that saw this memory, where the two are known to be one."""
+        earlier = self._earlier(key, tensor)
+        if earlier is not None and twins.trusted(self.kind, self.index, earlier.site, name):
+            return earlier.pending
+        return None
+
+    def remember(self, key: Key, reading: Reading) -> None:
+        """Some memory was read; keeps its tensor alive for a while."""
+        known = self.twins.get(key)
+        if known is not None and known.pending is reading.pending:
+            reading = replace(known, tensor=reading.tensor, version=reading.version)  # of the site it was read for
+        self.twins[key] = reading
         self.twins.move_to_end(key)
         if len(self.twins) > _TWIN_KEEP:
             self.twins.popitem(last=False)
-        return made
+
+    def _earlier(self, key: Key, tensor: torch.Tensor) -> Reading | None:
+        known = self.twins.get(key)
+        return None if known is None or known.written_since(tensor) else known
 
     def sites(self, parts: list[U64]) -> list[SiteBlock]:
         """The sites of the frame, from the digests of each chunk; label rows that were put off are made now."""

@@ -273,7 +273,7 @@ class GraphWatch:
                     self.opener()  # rows that were given for a graph of the whole model, which runs no hook
             frame = session.frame
             unknown = plan is None or frame is None or plan.owner is not self or plan in frame.replayed
-            if unknown or plan is None or frame is None or frame.rows.warmup:
+            if unknown or plan is None or frame is None or frame.given.warmup:
                 with session.guarded("graph:replay"):
                     self._replaying(plan)
                 return original(graph, *args, **kwargs)
@@ -420,7 +420,7 @@ class GraphWatch:
     # ---- at replay ------------------------------------------------------------------------------------------------
     def _replaying(self, plan: Plan | None) -> None:
         frame = self.session.frame
-        if frame is not None and frame.rows.warmup:
+        if frame is not None and frame.given.warmup:
             return
         self.replays += 1
         if plan is None or plan.owner is not self:

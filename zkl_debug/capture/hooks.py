@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zkl_debug.capture.postponed import Waiting, wait
+from zkl_debug.capture.late import ends_part
+from zkl_debug.capture.postponed import wait
 from zkl_debug.capture.session import CaptureSession
 from zkl_debug.schema import SiteKind
 
@@ -124,27 +125,26 @@ class ModuleHooks:
         session, name = self.session, f"{path}:out"
         unread = rule is not None and rule.tapped
         most = None if rule is None or not rule.outputs else rule.outputs
+        simple = rule is None or not (rule.choice or rule.outputs or rule.expert_rows)
+        last = ends_part(path)
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
             if not session.enabled:
                 return
             while session.path and session.path.pop() != path:
                 pass
-            if unread or session.frame is None:
+            frame = session.frame
+            if unread or frame is None:
                 return
-            simple = rule is None or not (rule.choice or rule.outputs or rule.expert_rows)
-            if (
-                simple
-                and session.frame.trusted
-                and isinstance(output, torch.Tensor)
-                and self._waits(name, output, rule)
-            ):
-                return
-            with session.guarded(name):
-                if rule is not None and rule.choice:
-                    output = _as_map(module, output)
-                for site, tensor in _ports(name, itertools.islice(_tensors(output), most)):
-                    self._record(site, tensor, rule)
+            if not (simple and frame.trusted and isinstance(output, torch.Tensor) and self._waits(name, output, rule)):
+                with session.guarded(name):
+                    if rule is not None and rule.choice:
+                        output = _as_map(module, output)
+                    for site, tensor in _ports(name, itertools.islice(_tensors(output), most)):
+                        self._record(site, tensor, rule)
+            if last and frame.waiting and frame.parts:
+                with session.guarded(name):
+                    session.postponed.part_ended(frame)
             if session.graphs is not None and session.graphs.recording is not None:
                 with session.guarded(name):
                     session.graphs.ended(path)
@@ -152,13 +152,16 @@ class ModuleHooks:
         return hook
 
     def _waits(self, name: str, tensor: torch.Tensor, rule: ModuleRule | None) -> bool:
-        """Whether a site is read later; told without a guard, for it takes next to nothing and cannot fail."""
+        """Whether a site is read later; told without a guard, for it takes next to nothing."""
         frame, graphs = self.session.frame, self.session.graphs
         if frame is None or name not in frame.trusted or (graphs is not None and graphs.recording is not None):
             return False
-        if rule is None:
-            return wait(frame, Waiting(name, tensor, SiteKind.MODULE, "", "", False))
-        return wait(frame, Waiting(name, tensor, SiteKind.MODULE, rule.semantic, rule.layout, rule.flatten))
+        try:
+            if rule is None:
+                return wait(frame, name, tensor, SiteKind.MODULE)
+            return wait(frame, name, tensor, SiteKind.MODULE, rule.semantic, rule.layout, rule.flatten)
+        except Exception:  # a tensor that cannot be asked: what is wrong with it is found under the guard
+            return False
 
     def _record(self, name: str, tensor: torch.Tensor, rule: ModuleRule | None) -> None:
         if rule is None:

@@ -1,13 +1,20 @@
-"""Sites outside the graphs of a step that replays graphs.
+"""Sites that are read later than they are passed: many in one launch, worked out once, while the device is busy.
 
-They are passed while the device waits for its first graph, so each microsecond spent on them is one of the step. They
-are read when the forward has been issued, and the device is busy, once that is known to be the same: as with a pair of
-:class:`~zkl_debug.capture.twins.Twins`, a site is read at both times until the two were equal, and again now and then.
-Steps that have many sites outside graphs, or large ones, are left as they are: their memory would be held too long.
+What the probe does when a site is passed costs the program's thread tens of microseconds, of which a short forward, or
+the beginning of a long one, waits for each. So a site only leaves its tensor behind, which keeps its memory from being
+given to another, and is read with others
+
+- where a part of a numbered block ends (the attention or the MLP of a layer), in a forward that replays no graph;
+- when the forward has been issued, in one that replays graphs; what follows the model there, when the next has been.
+
+That nothing was written to it in between is not assumed: as with a pair of :class:`~zkl_debug.capture.twins.Twins`, a
+site is read at both times until the two were equal, and again in every frame whose number is a multiple of
+:data:`~zkl_debug.capture.twins.RECHECK`. Writes that torch itself counts are seen in every frame.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,6 +22,7 @@ import torch
 from zkl_debug.capture.device import Pending
 from zkl_debug.capture.frame import OpenFrame
 from zkl_debug.capture.layout import flattened, resolve
+from zkl_debug.capture.rows import FrameRows
 from zkl_debug.capture.together import Together
 from zkl_debug.capture.twins import END
 from zkl_debug.schema import SiteKind
@@ -23,16 +31,18 @@ if TYPE_CHECKING:
     from zkl_debug.capture.session import CaptureSession
 
 
-#: Sites that wait at most, and bytes of their tensors.
-MOST, MOST_BYTES = 32, 64 << 20
+#: Sites that wait at most; bytes of their tensors, in a forward that replays graphs and in one that does not.
+MOST = 32
+MOST_BYTES, MOST_BYTES_OF_PARTS = 64 << 20, 2 << 30
 
 
 class Waiting(NamedTuple):
-    """A site that is read when the forward has been issued; arguments as those of ``CaptureSession.record``.
+    """A site that is read later; arguments as those of ``CaptureSession.record``.
 
     Attributes:
         tensor: kept until then, so that its memory is given to no other.
-        first: what was read when the site was passed, if it was.
+        version: its version counter when the site was passed, -1 where it has none.
+        first: what was read then, if it was.
     """
 
     name: str
@@ -41,22 +51,60 @@ class Waiting(NamedTuple):
     semantic: str
     layout: str
     flatten: bool
+    version: int = -1
     first: Pending | None = None
 
 
-def wait(frame: OpenFrame, site: Waiting) -> bool:
-    """Have a site that is trusted wait; False where it is a further occurrence, or too many or too large ones wait."""
-    nbytes = site.tensor.nbytes
-    if site.name in frame.waiting_names or len(frame.waiting) >= MOST or frame.waiting_bytes + nbytes > MOST_BYTES:
+class Errand(NamedTuple):
+    """What is done later for a site that is more than a tensor.
+
+    Attributes:
+        name: the site.
+        issue: reads it on the device.
+        file: files what was read, unless ``first`` was.
+        first: what was read when the site was passed, if it was.
+    """
+
+    name: str
+    issue: Callable[[], Pending]
+    file: Callable[[Pending], None]
+    first: Pending | None = None
+
+
+def wait(
+    frame: OpenFrame,
+    name: str,
+    tensor: torch.Tensor,
+    kind: SiteKind,
+    semantic: str = "",
+    layout: str = "",
+    flatten: bool = False,
+) -> bool:
+    """Have a trusted site wait; False where it did already (a further occurrence), or no more may wait."""
+    if name in frame.names or not _pass(frame, tensor.nbytes):
         return False
-    frame.waiting_names.add(site.name)
-    frame.waiting.append(site)
-    frame.waiting_bytes += nbytes
+    version = -1 if tensor.is_inference() else tensor._version
+    frame.names.add(name)
+    frame.waiting.append(Waiting(name, tensor, kind, semantic, layout, flatten, version))
+    return True
+
+
+def _pass(frame: OpenFrame, nbytes: int) -> bool:
+    """Count a site, whether it waits or not, so that all frames of a kind read at the same places."""
+    total = frame.passed_bytes + nbytes
+    if frame.passed >= MOST or total > (MOST_BYTES_OF_PARTS if frame.parts else MOST_BYTES):
+        return False
+    frame.passed += 1
+    frame.passed_bytes = total
     return True
 
 
 class Postponed:
-    """What waits in the frames of one session."""
+    """What waits in the frames of one session.
+
+    Attributes:
+        written: sites that waited and were written to meanwhile, by what torch counts.
+    """
 
     def __init__(self, session: CaptureSession) -> None:
         self._session = session
@@ -64,40 +112,87 @@ class Postponed:
         self._too_many: set[int] = set()  # kinds of frames
         #: Whether nothing is done with a site but to digest it.
         self._allowed = session.forcing is None and session.options.level == "digest" and not session.options.at_once
+        self.written: set[str] = set()
 
     def begin(self, frame: OpenFrame) -> None:
         """A frame is opened: which of its sites may wait."""
-        rows = frame.rows
-        frame.may_wait = self._allowed and rows.graph >= 0 and not rows.warmup and self._session.shard_of is None
-        frame.may_wait &= frame.kind not in self._too_many
+        given = frame.given
+        if not self._allowed or given.warmup or self._session.shard_of is not None or frame.kind in self._too_many:
+            return
+        frame.parts = given.graph < 0
+        frame.may_wait = not frame.parts or self._session.kernels.anywhere()
         if frame.may_wait:
             frame.trusted = self._session.twins.until_end(frame.kind, frame.index)
 
-    def takes(self, frame: OpenFrame, site: Waiting) -> bool:
-        """A site of a frame in which sites may wait: whether it is recorded, now or later."""
+    def behind(self, frame: OpenFrame) -> None:
+        """The forward has ended: what follows it waits for the next one, where the forward replayed graphs."""
+        frame.ended = True
+        if frame.parts:
+            frame.may_wait, frame.trusted = False, ()
+
+    # ---- sites ----------------------------------------------------------------------------------------------------
+    def record(self, frame: OpenFrame, site: Waiting) -> bool:
+        """Record a site of a frame in which sites may wait, now or later; whether it has rows."""
+        if not self._session.kernels.takes(site.tensor):
+            return self._now(frame, site)
         if site.name in frame.trusted:
-            if wait(frame, site):
+            if wait(frame, *site[:6]):
                 return True
-            if site.name in frame.waiting_names:  # another occurrence: no more than one was looked at
+            if site.name in frame.names:  # another occurrence: no more than one was looked at
                 self._session.twins.refuse(frame.kind, site.name, END)
-            else:
-                self._too_many.add(frame.kind)
-            self.settle(frame)
-            return False
-        frame.may_wait = False
-        recorded = self._record(site)
-        frame.may_wait = True
-        self._look(frame, site)  # may be the last that waits
+                self.settle(frame)
+                return self._now(frame, site)
+            self._make_room(frame)
+            return wait(frame, *site[:6]) if frame.may_wait else self._now(frame, site)
+        if not _pass(frame, site.tensor.nbytes):
+            self._make_room(frame)
+            if not (frame.may_wait and _pass(frame, site.tensor.nbytes)):
+                return self._now(frame, site)
+        recorded = self._now(frame, site)
+        if recorded:
+            self._look(frame, site)
         return recorded
 
-    def _record(self, site: Waiting) -> bool:
-        tensor, layout = site.tensor, site.layout
-        return self._session.record(
-            site.name, tensor, kind=site.kind, semantic=site.semantic, layout=layout, flatten=site.flatten
-        )
+    def later(self, frame: OpenFrame, name: str, issue: Callable[[], Pending], file: Callable[[Pending], None]) -> None:
+        """Do what a site takes when it may be done; now where that is not known to be the same."""
+        if name in frame.trusted:
+            frame.errands.append(Errand(name, issue, file))
+            return
+        first = issue()
+        file(first)
+        if frame.may_wait and not self._session.twins.refuses(frame.kind, name, END):
+            frame.errands.append(Errand(name, issue, file, first))
+
+    def part_ended(self, frame: OpenFrame) -> None:
+        """A part of a block has ended, and its sites were passed."""
+        if frame.parts:
+            self.settle(frame)
+
+    def _now(self, frame: OpenFrame, site: Waiting) -> bool:
+        """Record a site as if none could wait."""
+        may_wait, frame.may_wait = frame.may_wait, False
+        try:
+            return self._session.record(
+                site.name,
+                site.tensor,
+                kind=site.kind,
+                semantic=site.semantic,
+                layout=site.layout,
+                flatten=site.flatten,
+            )
+        finally:
+            frame.may_wait = may_wait
+
+    def _make_room(self, frame: OpenFrame) -> None:
+        """Read what waits, for no more may: in frames with graphs, none waits from here on."""
+        if not frame.parts:
+            self._too_many.add(frame.kind)
+        self.settle(frame)
+        if not frame.parts:
+            frame.may_wait, frame.trusted = False, ()
 
     def _look(self, frame: OpenFrame, site: Waiting) -> None:
-        """It was read: read it again when the forward has been issued, to know whether it may wait in later frames."""
+        """It was read: have it read again when it would be, to know whether it may wait in later frames."""
         block = frame.blocks[-1] if frame.blocks else None
         if block is None or block.pending is None or not block.meta.name.startswith(site.name.rpartition(":")[0]):
             return
@@ -106,23 +201,41 @@ class Postponed:
             twins.refuse(frame.kind, site.name, END)
         elif not twins.refuses(frame.kind, site.name, END):
             frame.waiting.append(site._replace(first=block.pending))
-            frame.waiting_bytes += site.tensor.nbytes
-            if len(frame.waiting) > MOST or frame.waiting_bytes > MOST_BYTES:
-                self._too_many.add(frame.kind)
-                self.settle(frame)
 
+    # ---- reading --------------------------------------------------------------------------------------------------
     def settle(self, frame: OpenFrame) -> None:
-        """The forward has been issued: read what waits."""
-        frame.may_wait, frame.trusted = False, ()
+        """Read what waits."""
         waiting, frame.waiting = frame.waiting, []
-        if all(site.first is None for site in waiting) and self._together.record(frame, waiting):
+        errands, frame.errands = frame.errands, []
+        frame.passed = frame.passed_bytes = 0
+        if not (waiting or errands):
             return
+        rows = self._session.rows_of(frame)
+        late = [site for site in waiting if site.first is None]
+        self._check(frame, late)
+        if late and not self._together.record(frame, late):
+            for site in late:
+                self._now(frame, site)
         for site in waiting:
-            if site.first is None:
-                self._record(site)
-                continue
-            view = resolve(site.tensor, frame.rows, site.layout)
-            assert view is not None, "it was read once"
-            again = self._session.device_frame(frame).launch(flattened(view) if site.flatten else view, False)
-            if again is not None:
-                frame.pairs.append((site.name, END, site.first, again))
+            if site.first is not None:
+                self._again(frame, site, site.first, rows)
+        for name, issue, file, first in errands:
+            pending = issue()
+            if first is None:
+                file(pending)
+            else:
+                frame.pairs.append((name, END, first, pending))
+
+    def _check(self, frame: OpenFrame, sites: list[Waiting]) -> None:
+        """Tell which sites were written to since they were passed, as far as torch has counted it."""
+        for site in sites:
+            if site.version >= 0 and site.tensor._version != site.version:
+                self.written.add(site.name)
+                self._session.twins.refuse(frame.kind, site.name, END)
+
+    def _again(self, frame: OpenFrame, site: Waiting, first: Pending, rows: FrameRows) -> None:
+        view = resolve(site.tensor, rows, site.layout)
+        assert view is not None, "it was read once"
+        again = self._session.device_frame(frame).launch(flattened(view) if site.flatten else view, False)
+        if again is not None:
+            frame.pairs.append((site.name, END, first, again))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +57,9 @@ class FrameRows:
         warmup: a call that prepares others (a graph is being recorded): its rows mean nothing and are not written.
         split: (rank, size) of the sequence-parallel group: tensors of 1 / size of the slots are this rank's share of s.
         following: the token behind each row in its sample, -1 behind the last, where rows of a sample are not all here.
-        cache: what :func:`zkl_debug.capture.layout.resolve` found for shapes seen before in this frame.
+        following_flags: ``GENERATED`` where that token was generated, uint32 [n]; with ``following``.
+        cache: what :func:`zkl_debug.capture.layout.resolve` found for shapes seen before with these slots.
+        geometry: once the frame is open, what it has in common with those whose rows lie in the same slots.
     """
 
     grid: tuple[int, int]
@@ -74,7 +76,9 @@ class FrameRows:
     warmup: bool = False
     split: tuple[int, int] = (0, 1)
     following: I64 | None = None
+    following_flags: NDArray[np.uint32] | None = None
     cache: dict[object, Any] = field(default_factory=dict)
+    geometry: Geometry | None = None
 
     @property
     def n_rows(self) -> int:
@@ -113,6 +117,78 @@ class FrameRows:
 
 
 FrameRows.rows = _Late()  # type: ignore[assignment]
+
+
+@dataclass
+class Sketch:
+    """What is known of a forward at once; its rows are worked out when they are asked for, while a device works.
+
+    Attributes:
+        phase, graph: as those of :class:`FrameRows`; a phase that is not mixed.
+        n_rows: how many rows it has, 0 only when it has none.
+        make: works them out; called once, before the forward has ended.
+        step, weight_version: what the rows are given, but a step of their own.
+    """
+
+    phase: Phase
+    graph: int
+    n_rows: int
+    make: Callable[[], FrameRows]
+    step: int = -1
+    weight_version: int = 0
+    warmup: ClassVar[bool] = False
+
+    def then(self, change: Callable[[FrameRows], FrameRows]) -> Sketch:
+        """The sketch of what becomes of the rows."""
+        make = self.make
+        return replace(self, make=lambda: change(make()))
+
+    def rows(self) -> FrameRows:
+        """The rows."""
+        made = self.make()
+        if made.step < 0:
+            made.step = self.step
+        made.weight_version = self.weight_version
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """Where the rows of a forward lie among its token slots; fields as those of :class:`FrameRows`."""
+
+    grid: tuple[int, int]
+    split: tuple[int, int]
+    slot: I64
+    last: I64
+    cache: dict[object, Any]
+
+    @classmethod
+    def of(cls, rows: FrameRows) -> Geometry:
+        """That of a frame."""
+        return cls(rows.grid, rows.split, rows.slot, rows.last, rows.cache)
+
+    def fits(self, rows: FrameRows) -> bool:
+        """Whether the rows of a frame lie in the same slots."""
+        if (self.grid, self.split, len(self.slot)) != (rows.grid, rows.split, len(rows.slot)):
+            return False
+        same = self.slot is rows.slot or np.array_equal(self.slot, rows.slot)
+        return same and (self.last is rows.last or np.array_equal(self.last, rows.last))
+
+
+class Geometries:
+    """Geometries of the last frames: what was found for one frame serves those like it."""
+
+    def __init__(self, most: int = 8) -> None:
+        self._known: list[Geometry] = []
+        self._most = most
+
+    def share(self, rows: FrameRows) -> None:
+        """Give a frame its geometry, and with it the cache of earlier frames of the same."""
+        found = next((known for known in self._known if known.fits(rows)), None)
+        if found is None:
+            found = Geometry.of(rows)
+            self._known = [found, *self._known[: self._most - 1]]
+        rows.geometry, rows.cache = found, found.cache
 
 
 def make_rows(
@@ -222,7 +298,7 @@ def spread_rows(whole: FrameRows, columns: I64) -> FrameRows:
     made = np.zeros(len(rows), np.uint32)
     made[:-1] = np.where(same, rows["flags"][1:] & np.uint32(RowFlag.GENERATED), 0)
     keep = keep[np.lexsort((place[column[keep]], whole.slot[keep] % batch))]
-    frame = FrameRows(
+    return FrameRows(
         (len(columns), batch),
         rows[keep],
         place[column[keep]] * batch + whole.slot[keep] % batch,
@@ -231,9 +307,8 @@ def spread_rows(whole: FrameRows, columns: I64) -> FrameRows:
         whole.max_seqlen_q,
         micro_batch=whole.micro_batch,
         following=after[keep],
+        following_flags=made[keep],
     )
-    frame.cache["following_flags"] = made[keep]
-    return frame
 
 
 @functools.lru_cache(maxsize=64)

@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.batch import Batch
-from zkl_debug.capture.device import ChunkPool, DeviceFrame, Kernels
-from zkl_debug.capture.drain import Drain
+from zkl_debug.capture.device import DeviceFrame, Kernels
 from zkl_debug.capture.forcing import Forcing, Visitor
 from zkl_debug.capture.frame import Block, OpenFrame
 from zkl_debug.capture.graphs import GraphWatch
@@ -25,13 +23,14 @@ from zkl_debug.capture.labels import LABEL
 from zkl_debug.capture.layout import RowView, dtype_name, flattened, raw_rows, resolve
 from zkl_debug.capture.options import CaptureOptions, FirstRequests
 from zkl_debug.capture.postponed import Postponed, Waiting
+from zkl_debug.capture.readout import ReadOut
 from zkl_debug.capture.repeats import Repeats
-from zkl_debug.capture.rows import FrameRows
+from zkl_debug.capture.rows import FrameRows, Geometries, Sketch
 from zkl_debug.capture.twins import Twins
 from zkl_debug.capture.viewing import ShardOf, digest_view, sharded, with_shard
 from zkl_debug.digest_torch import digest_tensor
 from zkl_debug.errors import ProbeError
-from zkl_debug.schema import U64, EventRecord, Json, SiteKind, SiteMeta, StateRecord, parse_site
+from zkl_debug.schema import EventRecord, Json, SiteKind, SiteMeta, StateRecord, parse_site
 
 if TYPE_CHECKING:
     from zkl_debug.store.writer import CaptureWriter
@@ -66,16 +65,15 @@ class CaptureSession:
         self.twins = Twins(options.at_once)
         self.seen_eager: set[str] = set()
         self.seen_graph: set[str] = set()
-        self._pool = ChunkPool()
-        self._drain: Drain | None = None
-        self._batch: Batch | None = None
+        self.read_out = ReadOut(self)
+        self._geometries = Geometries()
         self._frame: OpenFrame | None = None
+        self._ended: OpenFrame | None = None  # still to be finished, while another is open already
         self._next_frame = 0
         self.shard_of: ShardOf | None = None
         self._wanted: dict[str, bool] = {}
         self._repeats = Repeats(self)
         self.postponed = Postponed(self)
-        self._noted: set[tuple[int, bool]] = set()
         self._lock = threading.RLock()
         self.path: list[str] = []  # modules being run, outermost first
 
@@ -99,7 +97,7 @@ class CaptureSession:
         text = f"{where}: {type(error).__name__}: {error}"
         self.errors.append(text)
         self.enabled = False
-        self._frame = None
+        self._frame = self._ended = None
         if self.options.strict:
             raise ProbeError(f"the probe failed at {text}") from error
         print(f"zkl-debug: the probe failed and is off from here on; the program goes on. {text}", file=sys.stderr)
@@ -112,12 +110,24 @@ class CaptureSession:
         """The open frame, if any."""
         return self._frame
 
-    def begin_frame(self, rows: FrameRows) -> None:
-        """Open a frame; the one before it, if still open, is written."""
-        self.end_frame()
-        if not self._requests.admit(rows):
+    def begin_frame(self, rows: FrameRows | Sketch) -> None:
+        """Open a frame; the one before it, if still open, is written.
+
+        Before a forward that replays graphs the one before it is only put aside: a device has nothing to do until the
+        first of them is launched, and what is left to be done is done behind the last.
+        """
+        last = self._frame
+        if last is not None and last.ended and isinstance(rows, Sketch) and rows.graph >= 0 and not last.plans:
+            self._finish_ended()
+            last.event_seq = self.event_seq
+            self._ended, self._frame = last, None
+        else:
+            self.end_frame()
+        if self.options.requests and isinstance(rows, Sketch):
+            rows = rows.rows()
+        if isinstance(rows, FrameRows) and not self._requests.admit(rows):
             return
-        if self.step >= 0 and rows.step < 0:
+        if rows.step < 0:
             rows.step = self.step
         rows.weight_version = self.weight_version
         self._frame = OpenFrame(self._next_frame, rows)
@@ -127,96 +137,83 @@ class CaptureSession:
     def forward_ended(self) -> None:
         """The model has issued all it will: issue what can wait until then, while a device still works on the rest."""
         frame = self._frame
-        if frame is None or self.writer is None or frame.rows.warmup or self.recording:
+        if frame is None or self.writer is None or frame.given.warmup or self.recording:
             return
-        if self.graphs is not None:
-            self.graphs.collect(frame)
-        self.postponed.settle(frame)
+        self.rows_of(frame)
+        self._finish_ended()
+        self._issue(frame)
+        if frame.device is not None and frame.given.graph < 0:
+            frame.device.copy_so_far()
+        self.postponed.behind(frame)
+
+    def rows_of(self, frame: OpenFrame) -> FrameRows:
+        """The rows of a frame, worked out now if they were not yet."""
+        rows = frame.rows
+        if rows.geometry is None and not rows.warmup:
+            self._geometries.share(rows)
+        return rows
 
     def end_frame(self) -> None:
         """Write the open frame, if any; a warm-up is dropped."""
         frame = self._frame
-        if frame is None or self.writer is None or frame.rows.warmup:
+        with self.guarded("read-out"):
+            self._finish_ended()
+        if frame is None or self.writer is None or frame.given.warmup:
             self._frame = None
             return
         with self.guarded("read-out"):
-            self.forward_ended()
-            self._check_drain()
+            self.rows_of(frame)
+            self._issue(frame)
+            self.read_out.check()
         self._frame = None
         if not self.enabled:
             return
-        self._note_sites(frame)
-        self.frames_written += 1
         frame.event_seq = self.event_seq
-        if frame.device is None and self._drain is None and not self._batch:
-            self._file(frame, [])
-            return
         with self.guarded("read-out"):
-            batch = self._open_batch()
-            batch.add(frame)
-            if batch.full:
-                self._submit()
+            self._add(frame)
 
-    def _note_sites(self, frame: OpenFrame) -> None:
-        """Keep which sites eager frames and graph frames had; those of a graph once, however often it is replayed."""
-        eager = frame.rows.graph < 0
-        seen = self.seen_eager if eager else self.seen_graph
-        seen.update(frame.seen)
-        for names in frame.replayed_names:
-            if (id(names), eager) not in self._noted:
-                self._noted.add((id(names), eager))  # whose id is its own: the watch keeps it
-                seen.update(names)
+    def _finish_ended(self) -> None:
+        """Write the frame that was put aside, if any."""
+        frame, self._ended = self._ended, None
+        if frame is None:
+            return
+        self._issue(frame)
+        self.read_out.check()
+        self._add(frame)
 
-    def _file(self, frame: OpenFrame, parts: list[U64]) -> None:
-        """Hand a frame to the writer: on the program's thread, or on that of the drain."""
-        assert self.writer is not None
-        blocks = frame.sites(parts)  # may add label rows, so it comes first
-        record = frame.rows.frame_record(frame.index, frame.event_seq, frame.n_rows)
-        self.writer.write_frame(record, frame.table(), blocks)
+    def _issue(self, frame: OpenFrame) -> None:
+        """Issue what of a frame was put off."""
+        if self.graphs is not None:
+            self.graphs.collect(frame)
+        self.postponed.settle(frame)
 
-    def _open_batch(self) -> Batch:
-        if self._batch is None:
-            self._batch = Batch(self._pool, self.kernels, self.twins, self._file)
-        return self._batch
-
-    def _submit(self) -> None:
-        """Have the frames so far read out."""
-        batch, self._batch = self._batch, None
-        if batch:
-            self._drain = self._drain or Drain()
-            self._drain.submit(batch.job())
-
-    def _check_drain(self) -> None:
-        if self._drain is not None and self._drain.failure is not None:
-            raise self._drain.failure
+    def _add(self, frame: OpenFrame) -> None:
+        self.frames_written += 1
+        self.read_out.add(frame, self._frame)
 
     def flush(self) -> None:
         """Write the open frame and wait until every frame so far is durable."""
         self.end_frame()
-        self._submit()
-        if self._drain is not None:
-            self._drain.flush()
+        self.read_out.flush()
         if self.writer is not None:
             self.writer.flush()
 
     def close(self) -> None:
         """Hand every frame to the writer and end the read-out."""
         self.end_frame()
-        self._submit()
-        drain, self._drain = self._drain, None
-        if drain is not None:
-            drain.close()
+        self.read_out.close()
         if self.twins.betrayed:
             pairs = ", ".join(f"{a} = {b}" for _, a, b in sorted(self.twins.betrayed)[:3])
             self.errors.append(f"sites that shared one reading turned out to differ later: {pairs}")
         if self.graphs is not None and (names := self.graphs.betrayed()):
             self.errors.append(f"sites in graphs turned out to be written before they are read: {', '.join(names[:3])}")
+        if self.postponed.written:
+            text = "sites were written before they were read (a capture with --at-once reads them in time)"
+            self.errors.append(f"{text}: {', '.join(sorted(self.postponed.written)[:3])}")
 
     def device_frame(self, frame: OpenFrame) -> DeviceFrame:
         """What the frame and those read out with it have on the device; made when first asked for."""
-        if frame.device is None:
-            frame.device = self._open_batch().device
-        return frame.device
+        return frame.device if frame.device is not None else self.read_out.device_frame(frame)
 
     # ---- sites ----------------------------------------------------------------------------------------------------
     def wants(self, name: str) -> bool:
@@ -262,22 +259,23 @@ class CaptureSession:
             return False
         if not self.wants(name):
             return False
-        if frame.may_wait and self.postponed.takes(frame, Waiting(name, tensor, kind, semantic, layout, flatten)):
-            return True
         recording = self.recording
+        if frame.may_wait and not recording:
+            return self.postponed.record(frame, Waiting(name, tensor, kind, semantic, layout, flatten))
+        rows = self.rows_of(frame)
         short = self._repeats.allowed and not recording
         if short and self._repeats.record(frame, name, tensor, kind, semantic, layout, flatten):
             return True
-        if frame.rows.warmup and not recording:
-            view = resolve(tensor, frame.rows, layout)
+        if rows.warmup and not recording:
+            view = resolve(tensor, rows, layout)
             if view is not None:  # keeps the order of execution among the sites inside the graphs
                 self.meta_of(name, flattened(view) if flatten else view, kind, semantic)
                 self.kernels.warm(view.tensor.detach(), int(view.tensor.shape[0]))
             return False
         if recording and self.graphs is not None:
-            view = self.graphs.resolve(frame.rows, tensor, layout)
+            view = self.graphs.resolve(rows, tensor, layout)
         else:
-            view = resolve(tensor, frame.rows, layout)
+            view = resolve(tensor, rows, layout)
         if view is None:
             self.not_rows.setdefault(name, str(tuple(tensor.shape)))
             return False
@@ -293,7 +291,7 @@ class CaptureSession:
             return True
         self.record_view(name, view, kind=kind, semantic=semantic, source=tensor)
         if short:
-            self._repeats.remember(frame.rows, tensor, view, layout, flatten)
+            self._repeats.remember(rows, tensor, view, layout, flatten)
         return True
 
     def record_view(
@@ -315,7 +313,7 @@ class CaptureSession:
         used again. ``part``: other rows of the site come, or came, in other calls of the frame.
         """
         frame = self._frame
-        if frame is None or frame.rows.warmup or len(view.row) == 0 or not (always or self.wants(name)):
+        if frame is None or frame.given.warmup or len(view.row) == 0 or not (always or self.wants(name)):
             return
         if self.recording:
             self.out_of_reach(name, "its rows are known on the host only, after the call")

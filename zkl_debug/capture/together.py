@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.device import Pending
+from zkl_debug.capture.device import DeviceFrame, Pending
 from zkl_debug.capture.frame import Deferred, OpenFrame
-from zkl_debug.capture.layout import flattened, resolve
+from zkl_debug.capture.layout import I64, flattened, resolve
+from zkl_debug.capture.twins import Reading, memory_key
 from zkl_debug.lanes import LaneView, lane_view
 from zkl_debug.schema import U64, SiteBlock, SiteMeta
 
@@ -19,8 +21,28 @@ if TYPE_CHECKING:
     from zkl_debug.capture.postponed import Waiting
     from zkl_debug.capture.session import CaptureSession
 
-_FEWEST, _MOST = 2, 32
-_MOST_KNOWN = 256
+_MOST = 32
+_MOST_KNOWN = 512
+
+#: Issues digests, one tensor's behind the other's: addresses of the tensors and of the output; False where it cannot.
+Launch = Callable[[Sequence[int], int], bool]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is read, for the sites that see it.
+
+    Attributes:
+        lanes: how it is read.
+        take: rows of it that are rows of the frame, int64 [n]; None for the first n.
+        dest: where its rows go, on the device; None when in order.
+        slots: rows that are told to the key of its memory.
+    """
+
+    lanes: LaneView
+    take: I64 | None
+    dest: torch.Tensor | None
+    slots: int
 
 
 @dataclass(frozen=True)
@@ -28,32 +50,32 @@ class Worked:
     """What some sites take.
 
     Attributes:
-        launch: issues their digests, one behind the other: addresses of the tensors and of the output; False where
-            it cannot.
         metas: of the sites, in order.
         names: of the sites.
-        row: rows of the frame, uint32 [n].
+        rows: of each site, its rows in the frame, uint32 [n].
+        entries: the tensors that are read.
+        launches: by which of them are.
     """
 
-    launch: Callable[[Sequence[int], int], bool]
     metas: tuple[SiteMeta, ...]
     names: frozenset[str]
-    row: NDArray[np.uint32]
+    rows: tuple[NDArray[np.uint32], ...]
+    entries: tuple[Entry, ...]
+    launches: dict[tuple[int, ...], Launch | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Several(Deferred):
-    """Sites of a frame whose digests lie one behind the other; made into blocks when the frame is filed."""
+    """Sites of a frame that were read together, and where their digests are; made into blocks when it is filed."""
 
     worked: Worked
-    pending: Pending
+    pending: Sequence[Pending]
 
     def blocks(self, frame: OpenFrame, parts: list[U64]) -> list[SiteBlock]:  # noqa: ARG002
         """The sites, from the digests of each chunk."""
-        found, rows = parts[self.pending.part][self.pending.start :], len(self.worked.row)
         return [
-            SiteBlock(meta, self.worked.row, found[i * rows : (i + 1) * rows])
-            for i, meta in enumerate(self.worked.metas)
+            SiteBlock(meta, row, parts[at.part][at.start : at.start + at.rows])
+            for meta, row, at in zip(self.worked.metas, self.worked.rows, self.pending, strict=True)
         ]
 
 
@@ -65,45 +87,110 @@ class Together:
         self._known: dict[Any, Worked | None] = {}
 
     def record(self, frame: OpenFrame, sites: Sequence[Waiting]) -> bool:
-        """Record sites whose rows are the first token slots, in order; False where it must be done one by one."""
-        rows = frame.rows
-        if not (_FEWEST <= len(sites) <= _MOST and rows.leading):
+        """Record sites; False where it must be done one by one."""
+        if len(sites) > _MOST:
             return False
-        kinds = [(s.name, s.tensor.shape, s.tensor.stride(), s.tensor.dtype, s.layout, s.flatten) for s in sites]
-        key = (rows.grid, rows.n_rows, sites[0].tensor.get_device(), *kinds)
+        # Sites of one memory are one reading: what each saw is what is there now.
+        first: dict[tuple[int, Any], int] = {}
+        kinds: list[Any] = []
+        which: list[int] = []
+        unique: list[Waiting] = []
+        for site in sites:
+            tensor = site.tensor
+            kind = (tensor.shape, tensor.stride(), tensor.dtype, site.layout, site.flatten)
+            at = first.setdefault((tensor.data_ptr(), kind), len(unique))
+            if at == len(unique):
+                unique.append(site)
+            which.append(at)
+            kinds.append((site.name, kind))
+        key = (frame.rows.geometry, sites[0].tensor.get_device(), tuple(which), tuple(kinds))
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = self._work_out(frame, sites)
+            self._known[key] = self._work_out(frame, sites, unique)
         worked = self._known[key]
         if worked is None or any(not worked.names.isdisjoint(seen) for seen in (frame.seen, *frame.replayed_names)):
             return False
-        addresses = [site.tensor.data_ptr() for site in sites]
-        device = self._session.device_frame(frame)
-        pending = device.launch_several(worked.launch, addresses, len(sites) * len(worked.row), sites[0].tensor.device)
-        if pending is None:
+        found = self._read(frame, worked, unique)
+        if found is None:
             return False
         frame.seen.update(dict.fromkeys(worked.names, 1))
-        frame.deferred.append(Several(worked, pending))
+        frame.deferred.append(Several(worked, [found[at] for at in which]))
         return True
 
-    def _work_out(self, frame: OpenFrame, sites: Sequence[Waiting]) -> Worked | None:
-        session, n = self._session, frame.rows.n_rows
-        views: list[LaneView] = []
-        metas: list[SiteMeta] = []
+    def _read(self, frame: OpenFrame, worked: Worked, unique: Sequence[Waiting]) -> list[Pending] | None:
+        """Where the digests of each tensor are or will be; None where it cannot be told."""
+        device = self._session.device_frame(frame)
+        found: dict[int, Pending] = {}
+        keys = [
+            memory_key(site.tensor, entry.take, entry.slots) for site, entry in zip(unique, worked.entries, strict=True)
+        ]
+        for at, (site, key) in enumerate(zip(unique, keys, strict=True)):
+            earlier = None if key is None else frame.known(key, site.tensor, site.name, self._session.twins)
+            if earlier is not None:
+                found[at] = earlier
+        read = tuple(at for at in range(len(unique)) if at not in found)
+        if read:
+            if read not in worked.launches:
+                worked.launches[read] = self._launch([worked.entries[at] for at in read])
+            launch = worked.launches[read]
+            addresses = [unique[at].tensor.data_ptr() for at in read]
+            made = None if launch is None else self._issue(device, launch, addresses, [worked.entries[a] for a in read])
+            if made is None:
+                return None
+            found.update(zip(read, made, strict=True))
+        for at, (site, key) in enumerate(zip(unique, keys, strict=True)):
+            if key is not None:
+                frame.remember(key, Reading(site.tensor, site.version, site.name, found[at]))
+        return [found[at] for at in range(len(unique))]
+
+    def _issue(
+        self, device: DeviceFrame, launch: Launch, addresses: list[int], entries: list[Entry]
+    ) -> list[Pending] | None:
+        counts = [_count(entry) for entry in entries]
+        pending = device.launch_several(launch, addresses, sum(counts), entries[0].lanes.owner.device)
+        if pending is None:
+            return None
+        made, start = [], pending.start
+        for count in counts:
+            made.append(Pending(pending.part, start, count))
+            start += count
+        return made
+
+    def _launch(self, entries: Sequence[Entry]) -> Launch | None:
+        return self._session.kernels.several(
+            [entry.lanes for entry in entries], [entry.dest for entry in entries], [_count(e) for e in entries]
+        )
+
+    def _work_out(self, frame: OpenFrame, sites: Sequence[Waiting], unique: Sequence[Waiting]) -> Worked | None:
+        session = self._session
+        entries, metas, rows = [], [], []
         for site in sites:
             view = resolve(site.tensor, frame.rows, site.layout)
-            if view is None or not session.kernels.takes(site.tensor):
+            if view is None or not session.kernels.takes(site.tensor) or len(view.row) == 0:
                 return None
             view = flattened(view) if site.flatten else view
-            whole = int(view.tensor.shape[0]) in (n, frame.rows.n_slots) and len(view.row) == n
-            lanes = lane_view(view.tensor[:n].detach(), n) if whole else None
-            if lanes is None or view.shard is not None or view.tensor.data_ptr() != site.tensor.data_ptr():
+            if view.shard is not None or view.tensor.data_ptr() != site.tensor.data_ptr():
                 return None
-            views.append(lanes)
             metas.append(session.meta_of(site.name, view, site.kind, site.semantic))
-        launch = session.kernels.several(views, [None] * len(views), [n] * len(views))
+            rows.append(view.row)
+            if any(site is other for other in unique):
+                slots, n = int(view.tensor.shape[0]), len(view.row)
+                take = view.take
+                leading = take is None or bool(np.array_equal(take, np.arange(n)))
+                read = view.tensor[:n] if leading else view.tensor
+                lanes = lane_view(read.detach(), n if leading else slots)
+                if lanes is None:
+                    return None
+                device = site.tensor.device
+                dest = None if leading or take is None else session.device_frame(frame).dest_of(take, slots, device)
+                entries.append(Entry(lanes, take, dest, slots))
         names = frozenset(site.name for site in sites)
-        if launch is None or len(names) < len(sites):
+        if len(names) < len(sites):
             return None
-        return Worked(launch, tuple(metas), names, np.arange(n, dtype=np.uint32))
+        return Worked(tuple(metas), names, tuple(rows), tuple(entries))
+
+
+def _count(entry: Entry) -> int:
+    """Digests that are made of a tensor."""
+    return entry.lanes.rows if entry.dest is None or entry.take is None else len(entry.take)

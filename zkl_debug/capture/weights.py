@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from zkl_debug.capture.rows import FrameRows, Sketch
 from zkl_debug.capture.state import PartOf, allocated, model_state, tensor_digest
 from zkl_debug.digest_torch import unobserved
 from zkl_debug.schema import Phase, row_phase
 
 if TYPE_CHECKING:
-    from zkl_debug.capture.rows import FrameRows
     from zkl_debug.capture.session import CaptureSession
 
 _SAMPLE = 1 << 16  # elements of a watched weight that are read before a forward
@@ -42,12 +42,14 @@ class WeightWatch:
         self._places: list[tuple[nn.Module, str]] | None = None
         self._phase: Phase | None = None
 
-    def before_frame(self, rows: FrameRows) -> None:
+    def before_frame(self, rows: FrameRows | Sketch) -> None:
         """Called before each forward that will be a frame; ``rows`` are its rows."""
         session = self._session
         if session.writer is None or rows.warmup or session.recording or not rows.n_rows:
             return
-        phase = rows.phase if rows.phase is not Phase.MIXED else Phase(int(row_phase(rows.rows["flags"]).min()))
+        phase = rows.phase
+        if isinstance(rows, FrameRows) and phase is Phase.MIXED:
+            phase = Phase(int(row_phase(rows.rows["flags"]).min()))
         turned, self._phase = phase != self._phase, phase
         known = (session.step, session.weight_version)
         if self._seen is not None and self._seen == known:

@@ -180,7 +180,7 @@ class HFAdapter:
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
             frame = session.frame
-            if frame is None or not session.enabled or _POSITIONS in frame.seen:
+            if frame is None or not session.enabled or frame.passed_already(_POSITIONS):
                 return
             value = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
             if isinstance(value, torch.Tensor) and value.ndim == 2:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from zkl_debug.capture.hooks import ModuleRule
-from zkl_debug.capture.rows import FrameRows
+from zkl_debug.capture.rows import FrameRows, Sketch
 from zkl_debug.capture.state import TensorPart
 from zkl_debug.engines.megatron import (
     taps_logprobs,
@@ -20,9 +20,16 @@ from zkl_debug.engines.megatron import (
     taps_routing,
     world,
 )
-from zkl_debug.engines.megatron.frames import EngineHistory, StaticHistory, StepRequests, dynamic_step, packed_forward
+from zkl_debug.engines.megatron.frames import (
+    EngineHistory,
+    StaticHistory,
+    StepRequests,
+    dynamic_step,
+    packed_forward,
+    sketched,
+)
 from zkl_debug.engines.megatron.shard_sites import ShardSites
-from zkl_debug.schema import Json
+from zkl_debug.schema import Json, Phase
 
 if TYPE_CHECKING:
     from zkl_debug.capture.api import Capture
@@ -93,7 +100,7 @@ class MegatronAdapter:
         rows.split = self.place.at("tp") if self.place.sp else (0, 1)
         return rows
 
-    def open_frame(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | None:
+    def open_frame(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | Sketch | None:
         """Key the coming forward from the inference context or the packing parameters it is called with."""
         from megatron.core.inference.utils import InferenceMode
 
@@ -101,13 +108,11 @@ class MegatronAdapter:
         self.step_requests = None
         context = kwargs.get("inference_context") or kwargs.get("inference_params")
         if context is not None and not context.is_static_batching():
-            rows, self.step_requests = dynamic_step(context, self.history)
-            self.context = context
-            if rows.warmup:
-                self.step_requests = None
-                return rows
-            capture.session.unkeyed_rows += len(self.step_requests.request) - len(self.step_requests.keyed)
-            return rows
+            known = sketched(context)
+            if known is None:
+                return self._step(capture, context)
+            n, graph = known
+            return Sketch(Phase.DECODE, graph, n, lambda: self._step(capture, context))
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not isinstance(ids, torch.Tensor):
             return None
@@ -120,6 +125,16 @@ class MegatronAdapter:
             self._next_sample += rows.n_seqs
             return rows
         return None
+
+    def _step(self, capture: Capture, context: Any) -> FrameRows:
+        """Rows of a dynamic step; before it has ended."""
+        rows, self.step_requests = dynamic_step(context, self.history)
+        self.context = context
+        if rows.warmup:
+            self.step_requests = None
+        else:
+            capture.session.unkeyed_rows += len(self.step_requests.request) - len(self.step_requests.keyed)
+        return rows
 
     def metadata(self, capture: Capture) -> dict[str, Json]:
         """Path selection of megatron-core at the time of attaching, and the parallel layout."""

@@ -239,6 +239,14 @@ def dynamic_step(context: Any, history: EngineHistory) -> tuple[FrameRows, StepR
     return frame, StepRequests(request, position, rows_at.astype(np.int64))
 
 
+def sketched(context: Any) -> tuple[int, int] | None:
+    """Rows and bucket of a step that only decodes, by CUDA graphs: known without a look at its rows; None of others."""
+    if getattr(context, "is_creating_cuda_graphs", False) or not context.using_cuda_graph_this_step():
+        return None
+    n = int(context.active_token_count)
+    return (n, int(context.padded_active_token_count)) if n and context.is_decode_only() else None
+
+
 def _decode_frame(
     run: DecodeRun,
     step: int,

@@ -93,18 +93,24 @@ def record_decode(
         or not session.late(selected, new_tokens)
     ):
         return False
-    inside = new_tokens.clamp(0, log_probs.shape[-1] - 1)
-    found = log_probs[:n].gather(1, inside[:, None])
-    words = [tensor.detach().reshape(-1).view(torch.int32) for tensor in (new_tokens, selected, found)]
-    index = np.zeros(n, np.uint32)
-    metas = []
-    for name, tensor, semantic in ((LABEL, new_tokens, "label"), (SELECTED, selected, "selected")):
-        view = RowView(tensor, None, index, ())
-        wanted = session.wants(name)
-        metas.append(session.meta_of(session.occurrence(frame, name), view, SiteKind.TAP, semantic) if wanted else None)
-    pending = session.device_frame(frame).fetch_words(words, n)
     payload = session.options.level == "payload"
-    frame.deferred.append(DecodeLabels(step, pending, (metas[0], metas[1]), payload))
+
+    def issue() -> Pending:
+        inside = new_tokens.clamp(0, log_probs.shape[-1] - 1)
+        found = log_probs[:n].gather(1, inside[:, None])
+        words = [tensor.detach().reshape(-1).view(torch.int32) for tensor in (new_tokens, selected, found)]
+        return session.device_frame(frame).fetch_words(words)
+
+    def file(pending: Pending) -> None:
+        index = np.zeros(n, np.uint32)
+        metas = []
+        for name, tensor, semantic in ((LABEL, new_tokens, "label"), (SELECTED, selected, "selected")):
+            view = RowView(tensor, None, index, ())
+            named = session.occurrence(frame, name) if session.wants(name) else ""
+            metas.append(session.meta_of(named, view, SiteKind.TAP, semantic) if named else None)
+        frame.deferred.append(DecodeLabels(step, pending, (metas[0], metas[1]), payload))
+
+    session.postponed.later(frame, SELECTED, issue, file)
     return True
 
 

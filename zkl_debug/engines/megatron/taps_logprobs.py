@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.device import to_device
-from zkl_debug.capture.labels import make_label_rows, record_late_labels
+from zkl_debug.capture.labels import make_label_rows
+from zkl_debug.capture.rows import FrameRows, Sketch
 from zkl_debug.engines.megatron.frames import scoring_rows
 from zkl_debug.engines.megatron.labels_dynamic import SELECTED, record_decode, record_dynamic
-from zkl_debug.schema import RowFlag
+from zkl_debug.engines.megatron.labels_scored import label_places, record_scored
+from zkl_debug.schema import Phase, RowFlag
 
 if TYPE_CHECKING:
     from zkl_debug.capture.api import Capture
-    from zkl_debug.capture.frame import OpenFrame
     from zkl_debug.engines.megatron.adapter import MegatronAdapter
 
 LOG_SOFTMAX = "logprobs/log_softmax"
@@ -95,7 +95,9 @@ def _score_forward(capture: Capture, adapter: MegatronAdapter, function: Callabl
     def tapped(model: Any, mb: Any, *args: Any, **kwargs: Any) -> Any:
         if capture.session.enabled and model is capture.model:
             with capture.session.guarded("scoring rows"):
-                capture.next_rows(scoring_rows(mb, adapter.prompt_lens))
+                capture.next_rows(
+                    Sketch(Phase.SCORE, -1, sum(mb.lengths), lambda: scoring_rows(mb, adapter.prompt_lens))
+                )
         return function(model, mb, *args, **kwargs)
 
     return tapped
@@ -125,45 +127,23 @@ def _score_selected(capture: Capture, function: Callable[..., Any]) -> Callable[
         frame = capture.session.frame
         if _active(capture) and frame is not None:
             with capture.session.guarded(SELECTED):
-                batch = frame.rows.grid[1]
-                column = frame.rows.slot // batch
-                width = int(result.shape[1])
-                has_label = np.flatnonzero(column < width)
-                at = torch.from_numpy((frame.rows.slot[has_label] % batch) * width + column[has_label])
-                if _record_scored_late(capture, has_label, at, labels, result):
+                if record_scored(capture.session, labels, result, _following):
                     return result
-                used = np.full(len(column), -1, np.int64)
-                used[has_label] = labels.reshape(-1).cpu()[at].numpy()
-                value = torch.zeros(len(column), dtype=result.dtype)
-                value[torch.from_numpy(has_label)] = result.detach().reshape(-1).cpu()[at]
+                has_label, at = label_places(frame.rows, int(result.shape[1]))
+                used = np.full(len(frame.rows.slot), -1, np.int64)
+                used[has_label] = labels.reshape(-1).cpu().numpy()[at]
+                value = torch.zeros(len(used), dtype=result.dtype)
+                value[torch.from_numpy(has_label)] = result.detach().reshape(-1).cpu()[torch.from_numpy(at)]
                 _record_scored(capture, used, value)
         return result
 
     return tapped
 
 
-def _record_scored_late(
-    capture: Capture, has_label: NDArray[np.int64], at: torch.Tensor, labels: torch.Tensor, result: torch.Tensor
-) -> bool:
-    """:func:`_record_scored` on the device, without waiting for it; False where it must go the long way."""
-    if labels.dtype != torch.int64 or not capture.session.late(labels, result):
-        return False
-    where = to_device(at.numpy(), result.device)
-    used = labels.detach().reshape(-1).index_select(0, where)
-    value = result.detach().reshape(-1).index_select(0, where)
-
-    frame = capture.session.frame
-
-    def intended(rows: NDArray[np.void]) -> tuple[NDArray[np.integer], NDArray[Any]]:
-        following, generated = _following(rows, frame)
-        return following[has_label], generated[has_label]
-
-    return record_late_labels(capture.session, SELECTED, has_label, used, value, intended)
-
-
 def _record_scored(capture: Capture, used: np.ndarray[Any, Any], value: torch.Tensor) -> None:
     """Label rows of a scoring frame: the intended label of a row is the token of its sample's next row."""
-    following, generated = _following(capture.session.parent_rows(), capture.session.frame)
+    frame = capture.session.frame
+    following, generated = _following(capture.session.parent_rows(), None if frame is None else frame.rows)
     keep = np.flatnonzero((following >= 0) & (used >= 0))
     if len(keep) == 0:
         return
@@ -171,13 +151,13 @@ def _record_scored(capture: Capture, used: np.ndarray[Any, Any], value: torch.Te
     capture.session.record_labels(SELECTED, rows, value[torch.from_numpy(keep)], torch.from_numpy(used[keep]))
 
 
-def _following(parents: NDArray[np.void], frame: OpenFrame | None) -> tuple[NDArray[np.integer], NDArray[Any]]:
+def _following(parents: NDArray[np.void], rows: FrameRows | None) -> tuple[NDArray[np.integer], NDArray[Any]]:
     """Of each row the token of its sample's next row, or -1, and ``GENERATED`` where that token was generated.
 
     Where this rank has a part of each sequence, its frame knows the tokens behind it.
     """
-    if frame is not None and frame.rows.following is not None:
-        return frame.rows.following, frame.rows.cache["following_flags"]
+    if rows is not None and rows.following is not None and rows.following_flags is not None:
+        return rows.following, rows.following_flags
     following = np.full(len(parents), -1, np.int64)
     same = (parents["sample"][1:] == parents["sample"][:-1]) & (parents["position"][1:] == parents["position"][:-1] + 1)
     following[:-1] = np.where(same, parents["token"][1:], -1)

@@ -1,0 +1,297 @@
+"""Sites that wait for the end of a part of the model, or for the next forward; and rows that are worked out late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from graph_fakes import WIDTH, FakeKernels, Model, call, copy_to, digests, rows_of, steps_of, warmup, watched
+from torch import nn
+
+from zkl_debug.capture import postponed
+from zkl_debug.capture.api import Capture
+from zkl_debug.capture.rows import FrameRows, Sketch, padded_rows
+from zkl_debug.digest import digest_array
+from zkl_debug.schema import Phase
+from zkl_debug.store.reader import open_capture
+
+
+class Scale(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.behind: Callable[[torch.Tensor], None] = lambda x: None  # noqa: ARG005
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Block(nn.Module):
+    """Two parts; the second has a part of its own, and may write over what the first gave it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Scale(2.0)
+        self.mlp = nn.Sequential(Scale(3.0), Scale(0.5))
+        self.write: Callable[[torch.Tensor], Any] = lambda x: x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.attn(x)
+        z = self.mlp(y)
+        self.write(y)
+        return y + z
+
+
+class Blocks(nn.Module):
+    """Blocks over a table of token vectors, batch first or sequence first."""
+
+    def __init__(self, count: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(count)])
+        self.norm = Scale(1.5)
+        self.table = torch.arange(100 * width, dtype=torch.float32).view(100, width)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.table[input_ids.T]
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def batches(count: int) -> list[np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 100, (2, 5)) for _ in range(count)]
+
+
+def score(model: nn.Module, capture: Capture, tokens: np.ndarray[Any, Any], lengths: tuple[int, int] = (5, 3)) -> None:
+    capture.next_rows(padded_rows(tokens, samples=[0, 1], lengths=list(lengths)))
+    model(torch.from_numpy(tokens))
+
+
+def issued(capture: Capture) -> list[int]:
+    """Digests of each launch, as they are issued."""
+    kernels, launches = capture.session.kernels, []
+    issue = kernels.issue
+
+    def counted(jobs: list[Any]) -> int:
+        launches.append(len(jobs))
+        return issue(jobs)
+
+    kernels.issue = counted  # type: ignore[method-assign]
+    return launches
+
+
+def scored(folder: Path, model: nn.Module, steps: list[np.ndarray[Any, Any]], **options: Any) -> list[int]:
+    capture = watched(model, folder, **options)  # type: ignore[arg-type]
+    launches = issued(capture)
+    for tokens in steps:
+        score(model, capture, tokens)
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    return launches
+
+
+def same(first: Path, second: Path) -> bool:
+    a, b = digests(first), digests(second)
+    return set(a) == set(b) and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_sites_of_a_part_are_read_in_one_launch_where_the_part_ends(tmp_path: Path) -> None:
+    steps = batches(20)
+    at_once = scored(tmp_path / "at_once", Blocks(), steps, at_once=True)
+    waiting = scored(tmp_path / "waiting", Blocks(), steps)
+    assert same(tmp_path / "at_once", tmp_path / "waiting")
+    # Six parts and what follows them; each memory is read once, as its sites share it.
+    assert len(waiting) < len(at_once) / 2
+    assert waiting[-7:] == [2] * 7
+
+
+def test_what_a_part_writes_over_is_read_before(tmp_path: Path) -> None:
+    steps = batches(20)
+    for name, write in (("counted", lambda y: y.add_(1)), ("unseen", lambda y: y.data.add_(1))):
+        models = [Blocks(), Blocks()]
+        for model in models:
+            model.layers[1].write = write
+        scored(tmp_path / f"{name}-at_once", models[0], steps, at_once=True)
+        capture = watched(models[1], tmp_path / name)  # type: ignore[arg-type]
+        for tokens in steps:
+            score(models[1], capture, tokens)
+            capture.session.flush()
+        # Whoever sees y in the last part is read before the write; the part ends before it.
+        assert not capture.session.twins.betrayed
+        capture.__exit__(None, None, None)
+        assert same(tmp_path / f"{name}-at_once", tmp_path / name)
+
+
+class Late(Blocks):
+    """The second part of a block writes over its argument, behind its first operator, when it is told to."""
+
+    def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.when = False
+
+        def forward(block: Block, x: torch.Tensor) -> torch.Tensor:
+            y = block.mlp[0](x)
+            if self.when:
+                write(x)
+            return block.mlp[1](y)  # type: ignore[no-any-return]
+
+        block = self.layers[1]
+        block.mlp.forward = lambda x: forward(block, x)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_write_that_comes_after_sites_were_trusted_is_an_error(counted: bool, tmp_path: Path) -> None:
+    """One that torch counts is seen in its frame; another when both readings are made again."""
+    model = Late((lambda x: x.add_(1)) if counted else (lambda x: x.data.add_(1)))
+    capture = watched(model, tmp_path / "c")  # type: ignore[arg-type]
+    for number, tokens in enumerate(batches(40)):
+        model.when = number == (7 if counted else 32)
+        score(model, capture, tokens)
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    with open_capture(tmp_path / "c") as found:
+        probe = found.manifest["probe"]
+    assert not probe["ok"]
+    assert any("layers.1.mlp:in" in text for text in probe["errors"]), probe
+    assert any(("--at-once" in text) == counted for text in probe["errors"])
+
+
+def test_a_write_that_always_comes_is_no_error(tmp_path: Path) -> None:
+    steps = batches(40)
+    models = [Late(lambda x: x.data.add_(1)) for _ in range(2)]
+    for model in models:
+        model.when = True
+    scored(tmp_path / "a", models[0], steps, at_once=True)
+    scored(tmp_path / "b", models[1], steps)
+    assert same(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(("most", "most_bytes"), [(1, 1 << 30), (2, 1 << 30), (32, 1), (32, 3 * 10 * WIDTH * 4)])
+def test_parts_of_many_or_large_sites_are_read_in_between(
+    most: int, most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postponed, "MOST", most)
+    monkeypatch.setattr(postponed, "MOST_BYTES_OF_PARTS", most_bytes)
+    steps = batches(12)
+    scored(tmp_path / "a", Blocks(), steps, at_once=True)
+    model = Blocks()
+    capture = watched(model, tmp_path / "b")  # type: ignore[arg-type]
+    for tokens in steps:
+        score(model, capture, tokens)
+        frame = capture.session.frame
+        assert frame is not None
+        assert not frame.waiting
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    assert same(tmp_path / "a", tmp_path / "b")
+
+
+def test_frames_of_other_lengths_are_worked_out_anew(tmp_path: Path) -> None:
+    model, other = Blocks(), Blocks()
+    for folder, seen, options in (("a", model, {"at_once": True}), ("b", other, {})):
+        capture = watched(seen, tmp_path / folder, **options)  # type: ignore[arg-type]
+        for number, tokens in enumerate(batches(30)):
+            score(seen, capture, tokens, (5, 1 + number % 5))
+            if number % 4 == 0:
+                capture.session.flush()
+        capture.__exit__(None, None, None)
+    assert same(tmp_path / "a", tmp_path / "b")
+
+
+# ---- behind the model, in steps that replay graphs ----------------------------------------------------------------
+def sketch(tokens: list[int], made: list[int]) -> Sketch:
+    def make() -> FrameRows:
+        made.append(len(tokens))
+        return rows_of(tokens, 4)
+
+    return Sketch(Phase.DECODE, 4, len(tokens), make)
+
+
+@pytest.mark.parametrize("overwritten", [False, True])
+def test_what_follows_the_model_waits_for_the_next_forward(overwritten: bool, tmp_path: Path) -> None:
+    """A site whose buffer the program writes over before that is read at once."""
+    steps = steps_of(50)
+    model = Model()
+    capture = watched(model, tmp_path / "c")
+    capture.next_rows(warmup())
+    model.use_graph = True
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    made: list[int] = []
+    sampled = torch.zeros(4, WIDTH)
+    waited = 0
+    for tokens in steps:
+        capture.next_rows(sketch(tokens, made))
+        model(torch.tensor([tokens]))
+        logits = model.table[torch.tensor(tokens)] * 7
+        copy_to(sampled, logits)
+        capture.record("logprobs/log_softmax:in.0", logits)
+        capture.record("logprobs/log_softmax:out.0", sampled)
+        assert capture.session.frame is not None
+        waited += len(capture.session.frame.waiting)
+        if overwritten:
+            sampled.add_(1)
+    capture.__exit__(None, None, None)
+    twins = capture.session.twins
+    assert {pair[1] for pair in twins.refuted} == ({"logprobs/log_softmax:out.0"} if overwritten else set())
+    # Read twice until the first frames were read out, and now and then; then left to wait.
+    assert waited > (len(steps) if overwritten else 2 * len(steps) - 10)
+    assert made == [4] * len(steps)
+    got = digests(tmp_path / "c")
+    want = np.concatenate([digest_array(model.table[tokens].numpy() * 7) for tokens in steps])
+    assert np.array_equal(got["logprobs/log_softmax:in.0"], want)
+    assert np.array_equal(got["logprobs/log_softmax:out.0"], want)
+
+
+def test_a_frame_that_is_finished_late_keeps_its_place_and_its_event(tmp_path: Path) -> None:
+    model = Model()
+    capture = watched(model, tmp_path / "c")
+    capture.next_rows(warmup())
+    model.use_graph = True
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    made: list[int] = []
+    for number, tokens in enumerate(steps_of(12)):
+        if number == 5:
+            capture.event("between", {})
+        if number == 8:
+            capture.set_step(3)
+        if number in (2, 9):
+            call(model, capture, tokens, graph=False)  # its rows are told at once
+            continue
+        capture.next_rows(sketch(tokens, made))
+        model.use_graph = True
+        model(torch.tensor([tokens]))
+    capture.__exit__(None, None, None)
+    with open_capture(tmp_path / "c") as found:
+        frames = found.frames
+        assert frames["frame"].tolist() == list(range(12))
+        assert [int(g) for g in frames["graph"]] == [-1 if i in (2, 9) else 4 for i in range(12)]
+        assert (np.diff(frames["event_seq"].astype(int)) > 0).nonzero()[0].tolist() == [4, 7]  # the second with the step
+        assert frames["step"].tolist() == [-1] * 8 + [3] * 4
+    got = digests(tmp_path / "c")["layers.1:out"].reshape(12, 4, 2)
+    assert np.array_equal(got, np.stack([digest_array(model.table[tokens].numpy() * 6) for tokens in steps_of(12)]))
+
+
+def test_rows_of_a_request_filter_are_looked_at_before_the_forward(tmp_path: Path) -> None:
+    model = Model()
+    capture = watched(model, tmp_path / "c", requests=1)
+    capture.next_rows(warmup())
+    model.use_graph = True
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    made: list[int] = []
+    capture.next_rows(sketch([1, 2, 3], made))
+    handle = model.layers[0].register_forward_pre_hook(lambda *_: made.append(-1))
+    model(torch.tensor([[1, 2, 3, 0]]))
+    handle.remove()
+    assert made[0] == 3
+    capture.__exit__(None, None, None)
+
+
+def test_a_stand_in_device_is_one(tmp_path: Path) -> None:
+    capture = watched(Model(), tmp_path / "c")
+    assert isinstance(capture.session.kernels, FakeKernels)
+    capture.__exit__(None, None, None)
