@@ -48,9 +48,7 @@ FEW_LOADS = 1  # reads of sixteen bytes that a thread makes of a row before warp
 CLUSTER_LOADS = 1
 CLUSTERS = True  # blocks may share rows, where the device can
 CLUSTER_LANES = 4096  # few rows of this many lanes cannot keep a device busy with a block each
-CLUSTER_MOST_ROWS = 512
-MANY_BYTES = 128 << 10  # a block of many rows reads about as much, so that a launch of unlike tensors has no long tail
-MANY_LOADS = 4  # but each warp of it as often as this: adding up over the warp costs about as much as one
+CLUSTER_MOST_ROWS = 128  # more of them can
 LONG_LANES = 8192  # weights of longer rows outgrow the first level cache: warps that read the same lanes share them
 INTERLEAVE = True  # tensors that lie in each other's memory are read side by side, so that it is loaded once
 
@@ -365,10 +363,11 @@ def _shape(rows: int, lanes: int, kind: str) -> tuple[int, int]:
         while shift < 6 and (128 * CLUSTER_LOADS << shift) < lanes:
             shift += 1
         return shift, -(-rows // ((_WARPS * _BLOCKS >> shift) * CLUSTER_ROWS)) * _BLOCKS
-    rare = rows < _MANY_FROM_ROWS  # a small tensor among large ones
-    most, loads = (3, 1) if rare else (3 if lanes <= LONG_LANES else 1, MANY_LOADS)
-    while shift < most and (256 * loads << shift) <= lanes and (rare or (256 * lanes >> shift) > MANY_BYTES):
-        shift += 1
+    if lanes > LONG_LANES:
+        shift = 3
+    elif rows < _MANY_FROM_ROWS:  # a small tensor among large ones
+        while shift < 3 and (256 << shift) <= lanes:
+            shift += 1
     return shift, -(-rows // ((_WARPS >> shift) * _MANY_ROWS))
 
 

@@ -40,6 +40,9 @@ ADAPTERS = {
 }
 
 
+_TOKEN_IDS, _POSITION_IDS = "inputs/token_ids:in.0", "inputs/position_ids:in.0"
+
+
 class Adapter(Protocol):
     """What an engine contributes to a capture: how frames are keyed, which functions are tapped."""
 
@@ -361,10 +364,11 @@ class Capture:
             if rows.warmup:
                 return
             ids, positions = _ids(args, kwargs)
-            for name, value in (("inputs/token_ids:in.0", ids), ("inputs/position_ids:in.0", positions)):
+            for name, value in ((_TOKEN_IDS, ids), (_POSITION_IDS, positions)):
                 if isinstance(value, torch.Tensor):
                     value = value if value.dtype == torch.int64 else value.to(torch.int64)
-                    session.record(name, value, kind=SiteKind.INPUT, semantic="input", layout="bs")
+                    if not session.postponed.waits(name, value, SiteKind.INPUT, "input", "bs"):
+                        session.record(name, value, kind=SiteKind.INPUT, semantic="input", layout="bs")
 
     def _after_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
         session = self.session
@@ -421,6 +425,8 @@ def _adapter_for(model: nn.Module) -> Adapter | None:
 
 def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Token and position ids of a language model's forward, by keyword or as the first two integer arguments."""
+    if "input_ids" in kwargs and "position_ids" in kwargs:
+        return kwargs["input_ids"], kwargs["position_ids"]
     integers = [a for a in args if isinstance(a, torch.Tensor) and not a.is_floating_point() and a.dtype != torch.bool]
     ids = kwargs.get("input_ids", kwargs.get("tokens", integers[0] if integers else None))
     positions = kwargs.get("position_ids", integers[1] if len(integers) > 1 else None)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Kernels, Pending, to_device
 from zkl_debug.capture.frame import Deferred, OpenFrame
-from zkl_debug.capture.late import LateReadings, Light, Templates, ends_part, generators, written_behind
+from zkl_debug.capture.late import Arena, LateReadings, Light, Templates, ends_part, generators, written_behind
 from zkl_debug.capture.layout import RowView, raw_bits, resolve
 from zkl_debug.capture.rows import FrameRows, warmup_rows
 from zkl_debug.capture.twins import RECHECK
@@ -208,8 +208,7 @@ class GraphWatch:
         self.sizes: set[int] = set()
         self.left_out = self.read_at_once = 0
         self.refused = ""
-        self._arena: torch.Tensor | None = None
-        self._used = 0
+        self._arena: Arena | None = None
         self._templates: Templates | None = None
         self._settled: list[tuple[LateReadings, list[GraphSite]]] = []
         self._readings: dict[tuple[int, ...], Reading] = {}
@@ -300,24 +299,15 @@ class GraphWatch:
 
     def _prepare(self) -> None:
         """Memory for the digests of the coming graph, outside the graph's own pool."""
-        if self._arena is not None and len(self._arena) - self._used >= _ARENA_SPARE:
-            return
-        with torch.inference_mode(mode=False):
-            self._arena = self.kernels.slots(_ARENA_ROWS)
-        self._used = 0
+        if self._arena is None or self._arena.room < _ARENA_SPARE:
+            with torch.inference_mode(mode=False):
+                self._arena = Arena(self.kernels.slots(_ARENA_ROWS))
 
     def _late(self, graph: Any) -> LateReadings | None:
         """Room for the second readings of a graph, where one without the first can be made."""
         if self._templates is None or not self._templates.has(graph) or self._arena is None:
             return None
-        return LateReadings(self._arena, self._take)
-
-    def _take(self, rows: int) -> int | None:
-        """Set rows of the arena aside; the first of them, or None when there is no room."""
-        if self._arena is None or len(self._arena) - self._used < rows:
-            return None
-        start, self._used = self._used, self._used + rows
-        return start
+        return LateReadings(self._arena.memory, self._arena.take_late)
 
     def _settle(self, graph: Any, plan: Plan, late: LateReadings, repeatable: bool) -> None:
         """Make a graph without the launches that second readings stand for."""
@@ -368,11 +358,11 @@ class GraphWatch:
                 name, "its kernel was not loaded before the recording: run the model once under the probe first"
             )
             return
-        start = self._take(rows)
+        start = None if self._arena is None else self._arena.take(rows)
         if start is None or self._arena is None:
             self.unreach(name, "no memory was left for its digests; recorded graphs are larger than expected")
             return
-        if not self.kernels.digest(tensor, rows, self._arena, start, None, clear=True):
+        if not self.kernels.digest(tensor, rows, self._arena.memory, start, None, clear=True):
             self.unreach(name, "the kernel cannot read it without a copy (row bytes not a multiple of 4)")
             return
         if plan.late is not None:
@@ -382,7 +372,7 @@ class GraphWatch:
             if not self.kernels.holding:
                 plan.late.issued(1, self.kernels.moment())
         kept = self.kernels.keep(tensor) if payload else None
-        plan.sites.append(GraphSite(name, meta, self._arena, start, rows, kept))
+        plan.sites.append(GraphSite(name, meta, self._arena.memory, start, rows, kept))
         plan.slots = max(plan.slots, rows)
         plan.fresh[same] = plan.sites[-1]
         plan.moment = self.kernels.moment()

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zkl_debug.capture.late import ends_part
-from zkl_debug.capture.postponed import wait
 from zkl_debug.capture.session import CaptureSession
 from zkl_debug.schema import SiteKind
 
@@ -103,18 +102,26 @@ class ModuleHooks:
     def _pre(self, path: str, rule: ModuleRule | None) -> Any:
         session, name = self.session, f"{path}:in"
         unread = rule is not None and (rule.tapped or not rule.inputs)
+        simple = rule is None or not rule.expert_rows
+        how = _how(rule)
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
             if not session.enabled:
                 return
             session.path.append(path)
-            if unread or session.frame is None:
+            frame = session.frame
+            if unread or frame is None:
                 return
-            sites: Iterable[tuple[str, torch.Tensor]] = _ports(name, _inputs(args, kwargs))
-            if session.frame.trusted and (rule is None or not rule.expert_rows):
-                sites = [site for site in sites if not self._waits(*site, rule)]
+            sites: Iterable[tuple[str, torch.Tensor]]
+            if simple and frame.trusted:
+                waits = session.postponed.waits
+                if len(args) == 1 and not kwargs and _is_activation(args[0]) and waits(name, args[0], *how):
+                    return
+                sites = [(site, t) for site, t in _ports(name, _inputs(args, kwargs)) if not waits(site, t, *how)]
                 if not sites:
                     return
+            else:
+                sites = _ports(name, _inputs(args, kwargs))
             with session.guarded(name):
                 for site, tensor in sites:
                     self._record(site, tensor, rule)
@@ -127,6 +134,7 @@ class ModuleHooks:
         most = None if rule is None or not rule.outputs else rule.outputs
         simple = rule is None or not (rule.choice or rule.outputs or rule.expert_rows)
         last = ends_part(path)
+        how = _how(rule)
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
             if not session.enabled:
@@ -136,7 +144,8 @@ class ModuleHooks:
             frame = session.frame
             if unread or frame is None:
                 return
-            if not (simple and frame.trusted and isinstance(output, torch.Tensor) and self._waits(name, output, rule)):
+            later = simple and frame.trusted and isinstance(output, torch.Tensor)
+            if not (later and session.postponed.waits(name, output, *how)):
                 with session.guarded(name):
                     if rule is not None and rule.choice:
                         output = _as_map(module, output)
@@ -151,18 +160,6 @@ class ModuleHooks:
 
         return hook
 
-    def _waits(self, name: str, tensor: torch.Tensor, rule: ModuleRule | None) -> bool:
-        """Whether a site is read later; told without a guard, for it takes next to nothing."""
-        frame, graphs = self.session.frame, self.session.graphs
-        if frame is None or name not in frame.trusted or (graphs is not None and graphs.recording is not None):
-            return False
-        try:
-            if rule is None:
-                return wait(frame, name, tensor, SiteKind.MODULE)
-            return wait(frame, name, tensor, SiteKind.MODULE, rule.semantic, rule.layout, rule.flatten)
-        except Exception:  # a tensor that cannot be asked: what is wrong with it is found under the guard
-            return False
-
     def _record(self, name: str, tensor: torch.Tensor, rule: ModuleRule | None) -> None:
         if rule is None:
             self.session.record(name, tensor, kind=SiteKind.MODULE, semantic="")
@@ -172,14 +169,22 @@ class ModuleHooks:
 
             record_expert_rows(self.session, name, tensor, SiteKind.MODULE, rule.semantic)
             return
-        self.session.record(
-            name,
-            tensor,
-            kind=SiteKind.MODULE,
-            semantic=rule.semantic,
-            layout=rule.layout,
-            flatten=rule.flatten,
-        )
+        kind, semantic, layout, flatten = _how(rule)
+        self.session.record(name, tensor, kind=kind, semantic=semantic, layout=layout, flatten=flatten)
+
+
+def _how(rule: ModuleRule | None) -> tuple[SiteKind, str, str, bool]:
+    """Kind, semantic, layout and flattening of a module's sites."""
+    if rule is None:
+        return SiteKind.MODULE, "", "", False
+    return SiteKind.MODULE, rule.semantic, rule.layout, rule.flatten
+
+
+def _is_activation(value: Any) -> bool:
+    try:
+        return isinstance(value, torch.Tensor) and value.is_floating_point()
+    except Exception:  # found out under the guard
+        return False
 
 
 def _ports(name: str, tensors: Iterator[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -48,6 +48,37 @@ def written_behind(site: str) -> bool:
     return site.endswith(_WRITTEN_BEHIND)
 
 
+class Arena:
+    """Memory that graphs write digests to, handed out from both ends.
+
+    Attributes:
+        memory: int64 [n, 2].
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._used, self._top = 0, len(memory)
+
+    @property
+    def room(self) -> int:
+        """Rows that are left."""
+        return self._top - self._used
+
+    def take(self, rows: int) -> int | None:
+        """Set rows aside; the first of them, or None when there is no room."""
+        if self.room < rows:
+            return None
+        start, self._used = self._used, self._used + rows
+        return start
+
+    def take_late(self, rows: int) -> int | None:
+        """:meth:`take` from the other end: what most replays write lies together, and is one copy."""
+        if self.room < rows:
+            return None
+        self._top -= rows
+        return self._top
+
+
 @dataclass
 class LateReadings:
     """The second readings of one graph.

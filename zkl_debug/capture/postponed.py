@@ -131,6 +131,27 @@ class Postponed:
             frame.may_wait, frame.trusted = False, ()
 
     # ---- sites ----------------------------------------------------------------------------------------------------
+    def waits(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        kind: SiteKind,
+        semantic: str = "",
+        layout: str = "",
+        flatten: bool = False,
+    ) -> bool:
+        """Whether a site is one that is read later, and now waits; arguments as those of ``CaptureSession.record``.
+
+        To be asked without a guard before that is called under one, for it takes next to nothing.
+        """
+        frame, graphs = self._session.frame, self._session.graphs
+        if frame is None or name not in frame.trusted or (graphs is not None and graphs.recording is not None):
+            return False
+        try:
+            return wait(frame, name, tensor, kind, semantic, layout, flatten)
+        except Exception:  # a tensor that cannot be asked: what is wrong with it is found under the guard
+            return False
+
     def record(self, frame: OpenFrame, site: Waiting) -> bool:
         """Record a site of a frame in which sites may wait, now or later; whether it has rows."""
         if not self._session.kernels.takes(site.tensor):

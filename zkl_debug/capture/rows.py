@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -141,7 +141,7 @@ class Sketch:
     def then(self, change: Callable[[FrameRows], FrameRows]) -> Sketch:
         """The sketch of what becomes of the rows."""
         make = self.make
-        return replace(self, make=lambda: change(make()))
+        return Sketch(self.phase, self.graph, self.n_rows, lambda: change(make()), self.step, self.weight_version)
 
     def rows(self) -> FrameRows:
         """The rows."""

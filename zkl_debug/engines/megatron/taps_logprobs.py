@@ -15,7 +15,7 @@ from zkl_debug.capture.rows import FrameRows, Sketch
 from zkl_debug.engines.megatron.frames import scoring_rows
 from zkl_debug.engines.megatron.labels_dynamic import SELECTED, record_decode, record_dynamic
 from zkl_debug.engines.megatron.labels_scored import label_places, record_scored
-from zkl_debug.schema import Phase, RowFlag
+from zkl_debug.schema import Phase, RowFlag, SiteKind
 
 if TYPE_CHECKING:
     from zkl_debug.capture.api import Capture
@@ -61,15 +61,17 @@ def _add_request(capture: Capture, adapter: MegatronAdapter, function: Callable[
 
 
 def _processed(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
+    def record(port: str, tensor: torch.Tensor) -> None:
+        name = f"{LOG_SOFTMAX}:{port}"
+        if _active(capture) and not capture.session.postponed.waits(name, tensor, SiteKind.TAP, "log_softmax"):
+            with capture.session.guarded(LOG_SOFTMAX):
+                capture.session.record(name, tensor, semantic="log_softmax")
+
     @functools.wraps(function)
     def tapped(context: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _active(capture):
-            with capture.session.guarded(LOG_SOFTMAX):
-                capture.session.record(f"{LOG_SOFTMAX}:in.0", logits, semantic="log_softmax")
+        record("in.0", logits)
         result = function(context, logits, *args, **kwargs)
-        if _active(capture):
-            with capture.session.guarded(LOG_SOFTMAX):
-                capture.session.record(f"{LOG_SOFTMAX}:out.0", result, semantic="log_softmax")
+        record("out.0", result)
         return result
 
     return tapped
