@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -191,6 +192,21 @@ def test_parts_of_many_or_large_sites_are_read_in_between(
         capture.session.flush()
     capture.__exit__(None, None, None)
     assert same(tmp_path / "a", tmp_path / "b")
+
+
+def test_no_tensor_is_kept_longer_than_its_frame(tmp_path: Path) -> None:
+    """What is worked out for a set of sites is addresses and shapes."""
+    model = Blocks()
+    capture = watching(tmp_path / "c", model)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    for block in model.blocks:
+        block.mlp.up.register_forward_hook(lambda _m, _a, out: alive.append(weakref.ref(out)))
+    for tokens in batches(6):
+        score(model, capture, tokens)
+        capture.session.flush()
+        assert not [ref for ref in alive if ref() is not None]
+    assert len(alive) == 18
+    capture.__exit__(None, None, None)
 
 
 def test_frames_of_other_lengths_are_worked_out_anew(tmp_path: Path) -> None:

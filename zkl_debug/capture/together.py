@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.device import DeviceFrame, Pending
+from zkl_debug.capture.device import Pending
 from zkl_debug.capture.frame import Deferred, OpenFrame
-from zkl_debug.capture.layout import I64, flattened, resolve
+from zkl_debug.capture.layout import I64, dtype_name, flattened, resolve
 from zkl_debug.capture.twins import Reading, memory_key
 from zkl_debug.lanes import LaneView, lane_view
 from zkl_debug.schema import U64, SiteBlock, SiteMeta
@@ -30,19 +30,29 @@ Launch = Callable[[Sequence[int], int], bool]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is read, for the sites that see it.
+    """How tensors of one kind are read, in frames whose rows lie in the same slots.
 
     Attributes:
-        lanes: how it is read.
+        lanes: how, but for the address; it keeps no tensor.
         take: rows of it that are rows of the frame, int64 [n]; None for the first n.
         dest: where its rows go, on the device; None when in order.
         slots: rows that are told to the key of its memory.
+        dtype, row_shape: of the sites that see it.
+        row: their rows in the frame, uint32 [n].
     """
 
     lanes: LaneView
     take: I64 | None
     dest: torch.Tensor | None
     slots: int
+    dtype: str
+    row_shape: tuple[int, ...]
+    row: NDArray[np.uint32]
+
+    @property
+    def count(self) -> int:
+        """Digests that are made of it."""
+        return self.lanes.rows if self.dest is None else len(self.row)
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,7 @@ class Together:
     def __init__(self, session: CaptureSession) -> None:
         self._session = session
         self._known: dict[Any, Worked | None] = {}
+        self._entries: dict[Any, Entry | None] = {}
 
     def record(self, frame: OpenFrame, sites: Sequence[Waiting]) -> bool:
         """Record sites; False where it must be done one by one."""
@@ -120,22 +131,19 @@ class Together:
 
     def _read(self, frame: OpenFrame, worked: Worked, unique: Sequence[Waiting]) -> list[Pending] | None:
         """Where the digests of each tensor are or will be; None where it cannot be told."""
-        device = self._session.device_frame(frame)
         found: dict[int, Pending] = {}
-        keys = [
-            memory_key(site.tensor, entry.take, entry.slots) for site, entry in zip(unique, worked.entries, strict=True)
-        ]
+        keys = [memory_key(site.tensor, e.take, e.slots) for site, e in zip(unique, worked.entries, strict=True)]
         for at, (site, key) in enumerate(zip(unique, keys, strict=True)):
             earlier = None if key is None else frame.known(key, site.tensor, site.name, self._session.twins)
             if earlier is not None:
                 found[at] = earlier
         read = tuple(at for at in range(len(unique)) if at not in found)
         if read:
+            tensors, entries = [unique[at].tensor for at in read], [worked.entries[at] for at in read]
             if read not in worked.launches:
-                worked.launches[read] = self._launch([worked.entries[at] for at in read])
+                worked.launches[read] = self._launch(tensors, entries)
             launch = worked.launches[read]
-            addresses = [unique[at].tensor.data_ptr() for at in read]
-            made = None if launch is None else self._issue(device, launch, addresses, [worked.entries[a] for a in read])
+            made = None if launch is None else self._issue(frame, launch, tensors, entries)
             if made is None:
                 return None
             found.update(zip(read, made, strict=True))
@@ -145,10 +153,12 @@ class Together:
         return [found[at] for at in range(len(unique))]
 
     def _issue(
-        self, device: DeviceFrame, launch: Launch, addresses: list[int], entries: list[Entry]
+        self, frame: OpenFrame, launch: Launch, tensors: Sequence[torch.Tensor], entries: Sequence[Entry]
     ) -> list[Pending] | None:
-        counts = [_count(entry) for entry in entries]
-        pending = device.launch_several(launch, addresses, sum(counts), entries[0].lanes.owner.device)
+        counts = [entry.count for entry in entries]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        device = self._session.device_frame(frame)
+        pending = device.launch_several(launch, addresses, sum(counts), tensors[0].device)
         if pending is None:
             return None
         made, start = [], pending.start
@@ -157,40 +167,52 @@ class Together:
             start += count
         return made
 
-    def _launch(self, entries: Sequence[Entry]) -> Launch | None:
-        return self._session.kernels.several(
-            [entry.lanes for entry in entries], [entry.dest for entry in entries], [_count(e) for e in entries]
-        )
+    def _launch(self, tensors: Sequence[torch.Tensor], entries: Sequence[Entry]) -> Launch | None:
+        lanes = [
+            replace(entry.lanes, address=tensor.data_ptr()) for tensor, entry in zip(tensors, entries, strict=True)
+        ]
+        return self._session.kernels.several(lanes, [entry.dest for entry in entries], [e.count for e in entries])
 
     def _work_out(self, frame: OpenFrame, sites: Sequence[Waiting], unique: Sequence[Waiting]) -> Worked | None:
-        session = self._session
-        entries, metas, rows = [], [], []
-        for site in sites:
-            view = resolve(site.tensor, frame.rows, site.layout)
-            if view is None or not session.kernels.takes(site.tensor) or len(view.row) == 0:
-                return None
-            view = flattened(view) if site.flatten else view
-            if view.shard is not None or view.tensor.data_ptr() != site.tensor.data_ptr():
-                return None
-            metas.append(session.meta_of(site.name, view, site.kind, site.semantic))
-            rows.append(view.row)
-            if any(site is other for other in unique):
-                slots, n = int(view.tensor.shape[0]), len(view.row)
-                take = view.take
-                leading = take is None or bool(np.array_equal(take, np.arange(n)))
-                read = view.tensor[:n] if leading else view.tensor
-                lanes = lane_view(read.detach(), n if leading else slots)
-                if lanes is None:
-                    return None
-                device = site.tensor.device
-                dest = None if leading or take is None else session.device_frame(frame).dest_of(take, slots, device)
-                entries.append(Entry(lanes, take, dest, slots))
+        entries = [self._entry(frame, site) for site in sites]
         names = frozenset(site.name for site in sites)
         if len(names) < len(sites):
             return None
-        return Worked(tuple(metas), names, tuple(rows), tuple(entries))
+        metas, rows, read = [], [], []
+        for site, entry in zip(sites, entries, strict=True):
+            if entry is None:
+                return None
+            meta = self._session.meta_for(site.name, entry.dtype, entry.row_shape, site.kind, site.semantic)
+            metas.append(meta)
+            rows.append(entry.row)
+            if any(site is other for other in unique):
+                read.append(entry)
+        return Worked(tuple(metas), names, tuple(rows), tuple(read))
 
+    def _entry(self, frame: OpenFrame, site: Waiting) -> Entry | None:
+        """How a tensor is read; None where it must go the long way."""
+        tensor = site.tensor
+        like = (tensor.shape, tensor.stride(), tensor.dtype, site.layout, site.flatten)
+        key = (frame.rows.geometry, tensor.get_device(), like)
+        if key not in self._entries:
+            if len(self._entries) >= _MOST_KNOWN:
+                self._entries.clear()
+            self._entries[key] = self._make_entry(frame, site)
+        return self._entries[key]
 
-def _count(entry: Entry) -> int:
-    """Digests that are made of a tensor."""
-    return entry.lanes.rows if entry.dest is None or entry.take is None else len(entry.take)
+    def _make_entry(self, frame: OpenFrame, site: Waiting) -> Entry | None:
+        session, tensor = self._session, site.tensor
+        view = resolve(tensor, frame.rows, site.layout)
+        if view is None or not session.kernels.takes(tensor) or len(view.row) == 0:
+            return None
+        view = flattened(view) if site.flatten else view
+        if view.shard is not None or view.tensor.data_ptr() != tensor.data_ptr():
+            return None
+        slots, n, take = int(view.tensor.shape[0]), len(view.row), view.take
+        leading = take is None or bool(np.array_equal(take, np.arange(n)))
+        lanes = lane_view((view.tensor[:n] if leading else view.tensor).detach(), n if leading else slots)
+        if lanes is None:
+            return None
+        dest = None if leading or take is None else session.device_frame(frame).dest_of(take, slots, tensor.device)
+        none = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return Entry(replace(lanes, owner=none), take, dest, slots, dtype_name(view.tensor), view.row_shape, view.row)
