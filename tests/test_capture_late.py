@@ -134,7 +134,7 @@ def test_readings_that_part_after_one_was_left_out_are_an_error_and_both_are_mad
     graph = model.graph
     assert graph is not None
     static, steps = model.static, steps_of(100)
-    steps[64][0] = 99
+    steps[2 * RECHECK][0] = 99
     first = next(i for i, step in enumerate(graph.steps) if step.__qualname__.startswith("Layer"))
     layer = graph.steps[first]
 
@@ -147,7 +147,7 @@ def test_readings_that_part_after_one_was_left_out_are_an_error_and_both_are_mad
     for tokens in steps:
         call(model, capture, tokens, graph=True)
         capture.session.flush()
-        if tokens is steps[64]:  # both readings were made, for its number is a multiple of RECHECK
+        if tokens is steps[2 * RECHECK]:  # both readings were made, for its number is a multiple of RECHECK
             FakeExecutable.launches = 0
     assert FakeExecutable.launches == 0
     capture.__exit__(None, None, None)

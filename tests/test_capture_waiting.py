@@ -16,6 +16,7 @@ from torch import nn
 from zkl_debug.capture import postponed
 from zkl_debug.capture.api import Capture
 from zkl_debug.capture.rows import FrameRows, Sketch, padded_rows
+from zkl_debug.capture.twins import RECHECK
 from zkl_debug.digest import digest_array
 from zkl_debug.schema import Phase
 from zkl_debug.store.reader import open_capture
@@ -152,7 +153,7 @@ def test_a_write_that_comes_after_sites_were_trusted_is_an_error(how: str, tmp_p
     model = Blocks()
     capture = watching(tmp_path / "c", model)
     for number, tokens in enumerate(batches(40)):
-        model.blocks[1].mlp.write = ADD[how] if number == (7 if how == "counted" else 32) else None
+        model.blocks[1].mlp.write = ADD[how] if number == (7 if how == "counted" else RECHECK) else None
         score(model, capture, tokens)
         capture.session.flush()
     capture.__exit__(None, None, None)

@@ -183,14 +183,8 @@ class OpenFrame:
     @property
     def payload_bytes(self) -> int:
         """Bytes of clones that wait on a device."""
-        return sum(_payload_bytes(b) for b in self.blocks)
-
-
-def _payload_bytes(block: Block) -> int:
-    pending = block.pending
-    if pending is None or pending.payload is None:
-        return 0
-    return pending.payload.numel() * pending.payload.element_size()
+        kept = [block.pending.payload for block in self.blocks if block.pending is not None]
+        return sum(payload.numel() * payload.element_size() for payload in kept if payload is not None)
 
 
 def _digests(parts: list[U64], pending: Pending) -> U64:

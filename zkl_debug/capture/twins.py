@@ -17,8 +17,8 @@ import torch
 from zkl_debug.capture.device import Pending
 from zkl_debug.schema import U64
 
-#: Every so many frames, all sites are read.
-RECHECK = 32
+#: Every so many frames, all sites are read; a prime, so that it falls on all kinds of frames of a program that repeats.
+RECHECK = 31
 #: The second of a pair: the first as it is when the forward has been issued.
 END = "the end of the forward"
 
