@@ -78,8 +78,16 @@ class FakeKernels(Kernels):
     def takes(self, tensor: torch.Tensor) -> bool:
         return tensor.is_floating_point()
 
+    current = (0, 0)
+
     def anywhere(self) -> bool:
         return True
+
+    def stream(self) -> tuple[int, int]:
+        return self.current
+
+    def follow(self, stream: tuple[int, int]) -> None:
+        assert stream != self.current
 
     def capturing(self) -> bool:
         return FakeGraph.current is not None

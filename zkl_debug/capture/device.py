@@ -57,6 +57,19 @@ class Kernels:
             self._anywhere = torch.cuda.is_available()
         return self._anywhere
 
+    def stream(self) -> tuple[int, int]:
+        """The current device, and the handle of its current stream."""
+        device = torch._C._cuda_getDevice()
+        return device, torch._C._cuda_getCurrentRawStream(device)
+
+    def follow(self, stream: tuple[int, int]) -> None:
+        """What is issued from now on runs behind what was issued on a stream, told as by :meth:`stream`."""
+        device, handle = stream
+        before = torch.cuda.default_stream(device)
+        if handle:
+            before = torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream(device).wait_stream(before)
+
     def capturing(self) -> bool:
         """Whether the current stream is recording a graph."""
         return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

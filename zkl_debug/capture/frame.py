@@ -66,6 +66,7 @@ class OpenFrame:
         ended: the model has issued all it will.
         may_wait: whether sites may be read later: see :mod:`zkl_debug.capture.postponed`.
         parts: they wait for the end of a part of the model, not of all of it.
+        stream: the stream that was current when it began; only what is issued there may wait.
         trusted: those that are known to be the same then.
         waiting, errands: what waits.
         names: sites that wait or did.
@@ -90,6 +91,7 @@ class OpenFrame:
     ended: bool = False
     may_wait: bool = False
     parts: bool = False
+    stream: tuple[int, int] = (0, 0)
     trusted: Container[str] = ()
     waiting: list[Waiting] = field(default_factory=list)
     errands: list[Errand] = field(default_factory=list)

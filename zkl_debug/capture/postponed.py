@@ -41,7 +41,7 @@ class Waiting(NamedTuple):
 
     Attributes:
         tensor: kept until then, so that its memory is given to no other.
-        version: its version counter when the site was passed, -1 where it has none.
+        version, address: its version counter, -1 where it has none, and its memory when the site was passed.
         first: what was read then, if it was.
     """
 
@@ -52,6 +52,7 @@ class Waiting(NamedTuple):
     layout: str
     flatten: bool
     version: int = -1
+    address: int = 0
     first: Pending | None = None
 
 
@@ -85,7 +86,7 @@ def wait(
         return False
     version = -1 if tensor.is_inference() else tensor._version
     frame.names.add(name)
-    frame.waiting.append(Waiting(name, tensor, kind, semantic, layout, flatten, version))
+    frame.waiting.append(Waiting(name, tensor, kind, semantic, layout, flatten, version, tensor.data_ptr()))
     return True
 
 
@@ -120,8 +121,9 @@ class Postponed:
         if not self._allowed or given.warmup or self._session.shard_of is not None or frame.kind in self._too_many:
             return
         frame.parts = given.graph < 0
-        frame.may_wait = not frame.parts or self._session.kernels.anywhere()
+        frame.may_wait = self._session.kernels.anywhere()
         if frame.may_wait:
+            frame.stream = self._session.kernels.stream()
             frame.trusted = self._session.twins.until_end(frame.kind, frame.index)
 
     def behind(self, frame: OpenFrame) -> None:
@@ -148,13 +150,15 @@ class Postponed:
         if frame is None or name not in frame.trusted or (graphs is not None and graphs.recording is not None):
             return False
         try:
+            if self._elsewhere(frame):
+                return False
             return wait(frame, name, tensor, kind, semantic, layout, flatten)
         except Exception:  # a tensor that cannot be asked: what is wrong with it is found under the guard
             return False
 
     def record(self, frame: OpenFrame, site: Waiting) -> bool:
         """Record a site of a frame in which sites may wait, now or later; whether it has rows."""
-        if not self._session.kernels.takes(site.tensor):
+        if not self._session.kernels.takes(site.tensor) or self._elsewhere(frame):
             return self._now(frame, site)
         if site.name in frame.trusted:
             if wait(frame, *site[:6]):
@@ -186,8 +190,12 @@ class Postponed:
 
     def part_ended(self, frame: OpenFrame) -> None:
         """A part of a block has ended, and its sites were passed."""
-        if frame.parts:
+        if frame.parts and not self._session.recording and not self._elsewhere(frame):
             self.settle(frame)
+
+    def _elsewhere(self, frame: OpenFrame) -> bool:
+        """Whether another stream is current than when the frame began: what is read on one is not ordered by others."""
+        return self._session.kernels.stream() != frame.stream
 
     def _now(self, frame: OpenFrame, site: Waiting) -> bool:
         """Record a site as if none could wait."""
@@ -221,7 +229,7 @@ class Postponed:
         if block.meta.name != site.name:
             twins.refuse(frame.kind, site.name, END)
         elif not twins.refuses(frame.kind, site.name, END):
-            frame.waiting.append(site._replace(first=block.pending))
+            frame.waiting.append(site._replace(first=block.pending, address=site.tensor.data_ptr()))
 
     # ---- reading --------------------------------------------------------------------------------------------------
     def settle(self, frame: OpenFrame) -> None:
@@ -232,8 +240,9 @@ class Postponed:
         if not (waiting or errands):
             return
         rows = self._session.rows_of(frame)
-        late = [site for site in waiting if site.first is None]
-        self._check(frame, late)
+        if self._elsewhere(frame):
+            self._session.kernels.follow(frame.stream)
+        late = self._intact(frame, [site for site in waiting if site.first is None])
         if late and not self._together.record(frame, late):
             for site in late:
                 self._now(frame, site)
@@ -247,14 +256,25 @@ class Postponed:
             else:
                 frame.pairs.append((name, END, first, pending))
 
-    def _check(self, frame: OpenFrame, sites: list[Waiting]) -> None:
-        """Tell which sites were written to since they were passed, as far as torch has counted it."""
+    def _intact(self, frame: OpenFrame, sites: list[Waiting]) -> list[Waiting]:
+        """The sites that can be read; tells which were written to since they were passed, as far as torch counts it.
+
+        A tensor whose memory was taken away, or that was given other memory, cannot be read any more.
+        """
+        found = []
         for site in sites:
-            if site.version >= 0 and site.tensor._version != site.version:
+            moved = site.tensor.data_ptr() != site.address
+            if moved or (site.version >= 0 and site.tensor._version != site.version):
                 self.written.add(site.name)
                 self._session.twins.refuse(frame.kind, site.name, END)
+            if not moved:
+                found.append(site)
+        return found
 
     def _again(self, frame: OpenFrame, site: Waiting, first: Pending, rows: FrameRows) -> None:
+        if site.tensor.data_ptr() != site.address:
+            self._session.twins.refuse(frame.kind, site.name, END)
+            return
         view = resolve(site.tensor, rows, site.layout)
         assert view is not None, "it was read once"
         again = self._session.device_frame(frame).launch(flattened(view) if site.flatten else view, False)

@@ -99,7 +99,8 @@ class Together:
 
     def record(self, frame: OpenFrame, sites: Sequence[Waiting]) -> bool:
         """Record sites; False where it must be done one by one."""
-        if len(sites) > _MOST:
+        device = sites[0].tensor.get_device()
+        if len(sites) > _MOST or any(site.tensor.get_device() != device for site in sites):
             return False
         # Sites of one memory are one reading: what each saw is what is there now.
         first: dict[tuple[int, Any], int] = {}
@@ -114,7 +115,7 @@ class Together:
                 unique.append(site)
             which.append(at)
             kinds.append((site.name, kind))
-        key = (frame.rows.geometry, sites[0].tensor.get_device(), tuple(which), tuple(kinds))
+        key = (frame.rows.geometry, device, tuple(which), tuple(kinds))
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()

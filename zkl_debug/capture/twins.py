@@ -19,8 +19,8 @@ from zkl_debug.schema import U64
 
 #: Every so many frames, all sites are read; a prime, so that it falls on all kinds of frames of a program that repeats.
 RECHECK = 31
-#: The second of a pair: the first as it is when the forward has been issued.
-END = "the end of the forward"
+#: The second of a pair: the first as it is when it is read later.
+END = "what was read of it later"
 
 Key = tuple[int, int, tuple[int, ...], torch.dtype, int, int]
 
