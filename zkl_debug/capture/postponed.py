@@ -198,10 +198,12 @@ class Postponed:
         return self._session.kernels.stream() != frame.stream
 
     def _now(self, frame: OpenFrame, site: Waiting) -> bool:
-        """Record a site as if none could wait."""
+        """Record a site as if none could wait: in its frame, which may be another than the one that is open."""
+        session = self._session
+        running, session.frame = session.frame, frame
         may_wait, frame.may_wait = frame.may_wait, False
         try:
-            return self._session.record(
+            return session.record(
                 site.name,
                 site.tensor,
                 kind=site.kind,
@@ -210,7 +212,7 @@ class Postponed:
                 flatten=site.flatten,
             )
         finally:
-            frame.may_wait = may_wait
+            session.frame, frame.may_wait = running, may_wait
 
     def _make_room(self, frame: OpenFrame) -> None:
         """Read what waits, for no more may: in frames with graphs, none waits from here on."""

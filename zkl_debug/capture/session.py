@@ -110,6 +110,10 @@ class CaptureSession:
         """The open frame, if any."""
         return self._frame
 
+    @frame.setter
+    def frame(self, frame: OpenFrame | None) -> None:
+        self._frame = frame
+
     def begin_frame(self, rows: FrameRows | Sketch) -> None:
         """Open a frame; the one before it, if still open, is written.
 

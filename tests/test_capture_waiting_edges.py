@@ -1,0 +1,48 @@
+"""Sites that wait in programs that are not as even as most: other paths, lengths and ends of frames than before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from graph_fakes import Model, digests, rows_of, steps_of, warmup, watched
+
+from zkl_debug.capture.api import Capture
+from zkl_debug.capture.rows import Sketch
+from zkl_debug.digest import digest_array
+from zkl_debug.schema import Phase
+
+BEHIND = "logprobs/log_softmax:out.0"
+
+
+def generating(model: Model, folder: Path) -> Capture:
+    """A capture that has seen the model's graph recorded."""
+    capture = watched(model, folder)
+    capture.next_rows(warmup())
+    model.use_graph = True
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    return capture
+
+
+def step(model: Model, capture: Capture, tokens: list[int]) -> torch.Tensor:
+    """A decode step of a graph, keyed by a sketch; returns what follows the model."""
+    capture.next_rows(Sketch(Phase.DECODE, 4, len(tokens), lambda: rows_of(tokens, 4)))
+    model(torch.tensor([tokens]))
+    return model.table[torch.tensor(tokens)] * 7
+
+
+def test_a_frame_that_was_put_aside_keeps_sites_that_cannot_be_read_together(tmp_path: Path) -> None:
+    """Where a device has no launch for many, each is read by itself: into its own frame, not into the one that runs."""
+    model, steps = Model(), steps_of(12)
+    capture = generating(model, tmp_path / "c")
+    capture.session.kernels.several = lambda *_: None  # type: ignore[method-assign]
+    for number, tokens in enumerate(steps):
+        capture.record(BEHIND, step(model, capture, tokens))
+        if number == 4:
+            capture.session.flush()
+    capture.__exit__(None, None, None)
+    got = digests(tmp_path / "c")
+    assert not [name for name in got if "#" in name]
+    want = np.concatenate([digest_array(model.table[tokens].numpy() * 7) for tokens in steps])
+    assert np.array_equal(got[BEHIND], want)
