@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from graph_fakes import Model, digests, rows_of, steps_of, warmup, watched
+from graph_fakes import WIDTH, Model, digests, rows_of, steps_of, warmup, watched
+from test_capture_waiting import Blocks, batches, same, score, watching
 
+from zkl_debug.capture import postponed
 from zkl_debug.capture.api import Capture
 from zkl_debug.capture.rows import Sketch
 from zkl_debug.digest import digest_array
@@ -46,3 +49,19 @@ def test_a_frame_that_was_put_aside_keeps_sites_that_cannot_be_read_together(tmp
     assert not [name for name in got if "#" in name]
     want = np.concatenate([digest_array(model.table[tokens].numpy() * 7) for tokens in steps])
     assert np.array_equal(got[BEHIND], want)
+
+
+def test_a_site_that_grows_beyond_what_may_wait_is_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postponed, "MOST_BYTES_OF_PARTS", 2 * 5 * WIDTH * 4)
+    for folder, options in (("a", {"at_once": True}), ("b", {})):
+        model = Blocks()
+        capture = watching(tmp_path / folder, model, **options)
+        for tokens in batches(8):
+            score(model, capture, tokens)
+            capture.session.flush()
+        longer = np.concatenate([batches(1)[0]] * 2, axis=1)
+        score(model, capture, longer, (10, 10))
+        capture.__exit__(None, None, None)
+    assert same(tmp_path / "a", tmp_path / "b")

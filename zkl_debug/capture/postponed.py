@@ -168,7 +168,7 @@ class Postponed:
                 self.settle(frame)
                 return self._now(frame, site)
             self._make_room(frame)
-            return wait(frame, *site[:6]) if frame.may_wait else self._now(frame, site)
+            return (frame.may_wait and wait(frame, *site[:6])) or self._now(frame, site)
         if not _pass(frame, site.tensor.nbytes):
             self._make_room(frame)
             if not (frame.may_wait and _pass(frame, site.tensor.nbytes)):
