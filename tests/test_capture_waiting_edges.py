@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from graph_fakes import WIDTH, Model, digests, rows_of, steps_of, warmup, watched
+from graph_fakes import WIDTH, Model, copy_to, digests, rows_of, steps_of, warmup, watched
 from test_capture_waiting import Blocks, batches, same, score, watching
 
 from zkl_debug.capture import postponed
@@ -65,3 +66,29 @@ def test_a_site_that_grows_beyond_what_may_wait_is_read_at_once(
         score(model, capture, longer, (10, 10))
         capture.__exit__(None, None, None)
     assert same(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("ended", ["flush", "event", "set_step", "eager"])
+def test_a_frame_that_no_forward_followed_is_no_proof(ended: str, tmp_path: Path) -> None:
+    """Read before anything could write over them, its sites were the same: not so those of one that is read later."""
+    model, steps = Model(), steps_of(20)
+    capture = generating(model, tmp_path / "c")
+    ends: dict[str, Callable[[], None]] = {
+        "flush": capture.session.flush,
+        "event": lambda: capture.event("step", {}),
+        "set_step": lambda: capture.set_step(1),
+        "eager": capture.session.end_frame,  # as before a forward without graphs
+    }
+    sampled = torch.zeros(4, WIDTH)
+    for number, tokens in enumerate(steps):
+        sampled.data.zero_()  # as a replay writes: torch does not count it
+        logits = step(model, capture, tokens)
+        copy_to(sampled, logits)
+        capture.record(BEHIND, sampled)
+        if number < 6:
+            ends[ended]()
+        if number == 6:
+            capture.session.flush()
+    capture.__exit__(None, None, None)
+    want = np.concatenate([digest_array(model.table[tokens].numpy() * 7) for tokens in steps])
+    assert np.array_equal(digests(tmp_path / "c")[BEHIND], want)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +46,19 @@ class Deferred(Protocol):
         return
 
 
+class Pair(NamedTuple):
+    """Two sites that saw the same memory, or a site and what was read of it later, and where both digests are.
+
+    ``proof``: whether that they are equal is a reason to read only one of them; that they are not always counts.
+    """
+
+    first: str
+    second: str
+    a: Pending
+    b: Pending
+    proof: bool = True
+
+
 @dataclass
 class OpenFrame:
     """The frame that is being recorded.
@@ -64,6 +77,7 @@ class OpenFrame:
         deferred: sites made when the frame is filed.
         event_seq: number of the last event before its end.
         ended: the model has issued all it will.
+        aside: another frame was opened before this one was finished.
         may_wait: whether sites may be read later: see :mod:`zkl_debug.capture.postponed`.
         parts: they wait for the end of a part of the model, not of all of it.
         stream: the stream that was current when it began; only what is issued there may wait.
@@ -87,8 +101,9 @@ class OpenFrame:
     replayed_names: list[frozenset[str]] = field(default_factory=list)
     deferred: list[Deferred] = field(default_factory=list)
     twins: OrderedDict[Key, Reading] = field(default_factory=OrderedDict)
-    pairs: list[tuple[str, str, Pending, Pending]] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
     ended: bool = False
+    aside: bool = False
     may_wait: bool = False
     parts: bool = False
     stream: tuple[int, int] = (0, 0)
@@ -143,7 +158,7 @@ class OpenFrame:
             earlier = self._earlier(key, source)
             if earlier is not None and not twins.refuses(self.kind, earlier.site, name):
                 if made is not earlier.pending:
-                    self.pairs.append((earlier.site, name, earlier.pending, made))
+                    self.pairs.append(Pair(earlier.site, name, earlier.pending, made))
                 self.remember(key, replace(earlier, tensor=source, version=source._version))
             else:
                 self.remember(key, Reading(source, source._version, name, made))
@@ -177,8 +192,8 @@ class OpenFrame:
 
     def judge(self, twins: Twins, parts: list[U64]) -> None:
         """Tell which pairs of sites, and which readings of one, were equal."""
-        for first, second, a, b in self.pairs:
-            twins.judge(self.kind, first, second, _digests(parts, a), _digests(parts, b))
+        for first, second, a, b, proof in self.pairs:
+            twins.judge(self.kind, first, second, _digests(parts, a), _digests(parts, b), proof=proof)
         for later in self.deferred:
             later.judge(parts)
 

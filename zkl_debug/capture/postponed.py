@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from zkl_debug.capture.device import Pending
-from zkl_debug.capture.frame import OpenFrame
+from zkl_debug.capture.frame import OpenFrame, Pair
 from zkl_debug.capture.layout import flattened, resolve
 from zkl_debug.capture.rows import FrameRows
 from zkl_debug.capture.together import Together
@@ -256,7 +256,11 @@ class Postponed:
             if first is None:
                 file(pending)
             else:
-                frame.pairs.append((name, END, first, pending))
+                frame.pairs.append(Pair(name, END, first, pending, self._late_as_any(frame)))
+
+    def _late_as_any(self, frame: OpenFrame) -> bool:
+        """Whether what waits is read no earlier than in any frame: not where the next forward has yet to begin."""
+        return frame.parts or frame.aside or not frame.ended
 
     def _intact(self, frame: OpenFrame, sites: list[Waiting]) -> list[Waiting]:
         """The sites that can be read; tells which were written to since they were passed, as far as torch counts it.
@@ -281,4 +285,4 @@ class Postponed:
         assert view is not None, "it was read once"
         again = self._session.device_frame(frame).launch(flattened(view) if site.flatten else view, False)
         if again is not None:
-            frame.pairs.append((site.name, END, first, again))
+            frame.pairs.append(Pair(site.name, END, first, again, self._late_as_any(frame)))

@@ -124,7 +124,7 @@ class CaptureSession:
         if last is not None and last.ended and isinstance(rows, Sketch) and rows.graph >= 0 and not last.plans:
             self._finish_ended()
             last.event_seq = self.event_seq
-            self._ended, self._frame = last, None
+            last.aside, self._ended, self._frame = True, last, None
         else:
             self.end_frame()
         if self.options.requests and isinstance(rows, Sketch):

@@ -78,12 +78,14 @@ class Twins:
         """Whether the two were once unequal."""
         return (phase, first, second) in self.refuted
 
-    def judge(self, phase: int, first: str, second: str, a: U64, b: U64) -> None:
-        """Both were read: remember whether they were equal."""
+    def judge(self, phase: int, first: str, second: str, a: U64, b: U64, *, proof: bool = True) -> None:
+        """Both were read: remember whether they were equal; with ``proof`` false, only that they were not."""
         pair = (phase, first, second)
         if pair in self.refuted:
             return
         if len(a) and np.array_equal(a, b):
+            if not proof:
+                return
             self.known.add(pair)
             if second == END:
                 self._until_end.setdefault(phase, set()).add(first)
