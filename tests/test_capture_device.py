@@ -13,7 +13,7 @@ from graph_fakes import FakeKernels
 from zkl_debug.beds.bed import BedOptions
 from zkl_debug.beds.record import RecordOptions, record_bed
 from zkl_debug.capture import labels, session
-from zkl_debug.capture.twins import Twins
+from zkl_debug.capture.twins import RECHECK, Twins
 from zkl_debug.store.reader import open_capture
 
 
@@ -79,7 +79,7 @@ def test_memory_that_was_written_is_read_again_whatever_the_version_of_a_new_ten
     assert not twins.trusted(0, 1, "a:out", "b:out")  # nothing is shared before it was seen equal
     twins.judge(0, "a:out", "b:out", zero, zero)
     assert twins.trusted(0, 1, "a:out", "b:out")
-    assert not twins.trusted(0, 32, "a:out", "b:out")  # read again every so often
+    assert not twins.trusted(0, 2 * RECHECK, "a:out", "b:out")  # read again every so often
     twins.judge(0, "a:out", "b:out", zero, one)
     assert twins.refuses(0, "a:out", "b:out")
     assert ("a:out", "b:out") in {pair[1:] for pair in twins.betrayed}
