@@ -14,6 +14,7 @@ from test_capture_waiting import Blocks, batches, same, score, watching
 from zkl_debug.capture import postponed
 from zkl_debug.capture.api import Capture
 from zkl_debug.capture.rows import Sketch
+from zkl_debug.capture.twins import END
 from zkl_debug.digest import digest_array
 from zkl_debug.schema import Phase
 
@@ -92,3 +93,27 @@ def test_a_frame_that_no_forward_followed_is_no_proof(ended: str, tmp_path: Path
     capture.__exit__(None, None, None)
     want = np.concatenate([digest_array(model.table[tokens].numpy() * 7) for tokens in steps])
     assert np.array_equal(digests(tmp_path / "c")[BEHIND], want)
+
+
+@pytest.mark.parametrize("how", ["refused", "stream"])
+def test_occurrences_of_a_site_keep_their_order(how: str, tmp_path: Path) -> None:
+    """Also where the first waits and the second may not: refused by the thread that judges, or on another stream."""
+    model, steps = Model(), steps_of(8)
+    capture = generating(model, tmp_path / "c")
+    for tokens in steps[:-1]:
+        capture.record(BEHIND, step(model, capture, tokens))
+        if tokens is steps[3]:
+            capture.session.flush()
+    capture.record(BEHIND, first := step(model, capture, steps[-1]))
+    frame = capture.session.frame
+    assert frame is not None
+    assert [site.name for site in frame.waiting] == [BEHIND]
+    if how == "refused":
+        capture.session.twins.refuse(frame.kind, BEHIND, END)
+    else:
+        capture.session.kernels.current = (0, 1)  # type: ignore[attr-defined]
+    capture.record(BEHIND, first + 1)
+    capture.__exit__(None, None, None)
+    got = digests(tmp_path / "c")
+    assert np.array_equal(got[BEHIND][-4:], digest_array(first.numpy()))
+    assert np.array_equal(got["logprobs/log_softmax#1:out.0"], digest_array((first + 1).numpy()))

@@ -159,6 +159,8 @@ class Postponed:
     def record(self, frame: OpenFrame, site: Waiting) -> bool:
         """Record a site of a frame in which sites may wait, now or later; whether it has rows."""
         if not self._session.kernels.takes(site.tensor) or self._elsewhere(frame):
+            if site.name in frame.names:  # an earlier occurrence comes first
+                self.settle(frame)
             return self._now(frame, site)
         if site.name in frame.trusted:
             if wait(frame, *site[:6]):

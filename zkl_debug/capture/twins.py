@@ -8,6 +8,7 @@ every row of a frame of the same phase; it is read twice again in every frame wh
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Container
 from dataclasses import dataclass, field
 
@@ -56,6 +57,8 @@ class Reading:
 class Twins:
     """Pairs of sites by frame class (phase and whether a graph was replayed).
 
+    Judged by the thread that reads frames out, while the program's asks and refuses.
+
     Attributes:
         never: trust none.
     """
@@ -65,14 +68,24 @@ class Twins:
     refuted: set[tuple[int, str, str]] = field(default_factory=set)
     betrayed: set[tuple[int, str, str]] = field(default_factory=set)  # refuted after they had been trusted
     _until_end: dict[int, set[str]] = field(default_factory=dict)  # by phase, the known pairs with END
+    _shown: dict[int, frozenset[str]] = field(default_factory=dict)  # the same, as it was told last
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def trusted(self, phase: int, frame: int, first: str, second: str) -> bool:
         """Whether ``second`` may take the digests of ``first`` in this frame."""
         return frame % RECHECK != 0 and not self.never and (phase, first, second) in self.known
 
     def until_end(self, phase: int, frame: int) -> Container[str]:
-        """The sites that may be read when the forward of this frame has been issued."""
-        return () if frame % RECHECK == 0 or self.never else self._until_end.get(phase, ())
+        """The sites that may be read when the forward of this frame has been issued.
+
+        It does not change: of the occurrences of a site in one frame, all are trusted or none is.
+        """
+        if frame % RECHECK == 0 or self.never:
+            return ()
+        with self._lock:
+            if phase not in self._shown:
+                self._shown[phase] = frozenset(self._until_end.get(phase, ()))
+            return self._shown[phase]
 
     def refuses(self, phase: int, first: str, second: str) -> bool:
         """Whether the two were once unequal."""
@@ -81,23 +94,26 @@ class Twins:
     def judge(self, phase: int, first: str, second: str, a: U64, b: U64, *, proof: bool = True) -> None:
         """Both were read: remember whether they were equal; with ``proof`` false, only that they were not."""
         pair = (phase, first, second)
-        if pair in self.refuted:
-            return
-        if len(a) and np.array_equal(a, b):
-            if not proof:
+        equal = len(a) > 0 and np.array_equal(a, b)
+        with self._lock:
+            if pair in self.refuted or (pair in self.known and equal):
                 return
-            self.known.add(pair)
-            if second == END:
-                self._until_end.setdefault(phase, set()).add(first)
-        else:
-            if pair in self.known:
-                self.betrayed.add(pair)
-            self.refuse(*pair)
+            if not equal:
+                if pair in self.known:
+                    self.betrayed.add(pair)
+                self.refuse(*pair)
+            elif proof:
+                self.known.add(pair)
+                if second == END:
+                    self._until_end.setdefault(phase, set()).add(first)
+                    self._shown.pop(phase, None)
 
     def refuse(self, phase: int, first: str, second: str) -> None:
         """Never trust a pair again."""
         pair = (phase, first, second)
-        self.known.discard(pair)
-        self.refuted.add(pair)
-        if second == END:
-            self._until_end.get(phase, set()).discard(first)
+        with self._lock:
+            self.known.discard(pair)
+            self.refuted.add(pair)
+            if second == END:
+                self._until_end.get(phase, set()).discard(first)
+                self._shown.pop(phase, None)
