@@ -4,35 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from graph_fakes import WIDTH, Model, copy_to, digests, rows_of, steps_of, warmup, watched
-from test_capture_waiting import Blocks, batches, same, score, watching
+from test_capture_waiting import Blocks, batches, moved, same, score, watching
 
 from zkl_debug.capture import postponed
 from zkl_debug.capture.api import Capture
-from zkl_debug.capture.rows import Sketch
+from zkl_debug.capture.rows import FrameRows, Sketch
 from zkl_debug.capture.twins import END
 from zkl_debug.digest import digest_array
+from zkl_debug.engines.megatron.frames import StepRequests
+from zkl_debug.engines.megatron.labels_dynamic import record_decode
 from zkl_debug.schema import Phase
+from zkl_debug.store.reader import open_capture
 
 BEHIND = "logprobs/log_softmax:out.0"
 
 
-def generating(model: Model, folder: Path) -> Capture:
+def generating(model: Model, folder: Path, **options: Any) -> Capture:
     """A capture that has seen the model's graph recorded."""
-    capture = watched(model, folder)
+    capture = watched(model, folder, **options)
     capture.next_rows(warmup())
     model.use_graph = True
     model(torch.zeros(1, 4, dtype=torch.int64))
     return capture
 
 
-def step(model: Model, capture: Capture, tokens: list[int]) -> torch.Tensor:
+def step(model: Model, capture: Capture, tokens: list[int], sample: int = 0) -> torch.Tensor:
     """A decode step of a graph, keyed by a sketch; returns what follows the model."""
-    capture.next_rows(Sketch(Phase.DECODE, 4, len(tokens), lambda: rows_of(tokens, 4)))
+
+    def rows() -> FrameRows:
+        made = rows_of(tokens, 4)
+        made.rows["sample"] = sample
+        return made
+
+    capture.next_rows(Sketch(Phase.DECODE, 4, len(tokens), rows))
     model(torch.tensor([tokens]))
     return model.table[torch.tensor(tokens)] * 7
 
@@ -117,3 +127,48 @@ def test_occurrences_of_a_site_keep_their_order(how: str, tmp_path: Path) -> Non
     got = digests(tmp_path / "c")
     assert np.array_equal(got[BEHIND][-4:], digest_array(first.numpy()))
     assert np.array_equal(got["logprobs/log_softmax#1:out.0"], digest_array((first + 1).numpy()))
+
+
+def test_a_frame_before_one_that_is_left_out_is_finished_first(tmp_path: Path) -> None:
+    """Nobody sees the end of a forward that runs none of the wanted requests, nor what it writes over."""
+    model, steps = Model(), steps_of(14)
+    capture = generating(model, tmp_path / "c", requests=1)
+    sampled = torch.zeros(4, WIDTH)
+    for number, tokens in enumerate(steps):
+        logits = step(model, capture, tokens, sample=int(number % 4 == 0 and number > 7))
+        copy_to(sampled.data, logits)
+        if capture.session.frame is not None:
+            capture.record(BEHIND, sampled)
+        if number == 4:
+            capture.session.flush()
+    capture.__exit__(None, None, None)
+    kept = [tokens for number, tokens in enumerate(steps) if number % 4 or number <= 7]
+    want = np.concatenate([digest_array(model.table[tokens].numpy() * 7) for tokens in kept])
+    assert np.array_equal(digests(tmp_path / "c")[BEHIND], want)
+
+
+@pytest.mark.parametrize("how", ["never", "counted", "moved"])
+def test_labels_that_wait_tell_what_is_written_before_they_are_read(how: str, tmp_path: Path) -> None:
+    model, steps = Model(), steps_of(12)
+    capture = generating(model, tmp_path / "c")
+    capture.session.kernels.takes = lambda _: True  # type: ignore[method-assign]
+    every = np.arange(4)
+    writes: dict[str, Callable[[torch.Tensor], object]] = {"never": torch.clone, "counted": torch.neg_, "moved": moved}
+    for number, tokens in enumerate(steps):
+        log_probs = step(model, capture, tokens)
+        new = torch.tensor([number % WIDTH, 1, 2, 3])
+        requests = StepRequests(every, every, every, np.zeros(4, np.int64))
+        assert record_decode(capture, requests, new, log_probs.gather(1, new[:, None])[:, 0], log_probs)
+        if number == 4:
+            capture.session.flush()
+        if number == 8:
+            writes[how](new)
+    capture.__exit__(None, None, None)
+    with open_capture(tmp_path / "c") as found:
+        probe = found.manifest["probe"]
+        rows = found.sites["logprobs/selected:out.0"].digest.shape[0]
+    assert probe["ok"] == (how == "never")
+    if how == "never":
+        assert rows == 4 * len(steps)
+    else:
+        assert "logprobs/selected:out.0" in probe["errors"][0]

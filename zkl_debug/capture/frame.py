@@ -77,7 +77,7 @@ class OpenFrame:
         deferred: sites made when the frame is filed.
         event_seq: number of the last event before its end.
         ended: the model has issued all it will.
-        aside: another frame was opened before this one was finished.
+        followed: it was put aside, and the next forward has been issued.
         may_wait: whether sites may be read later: see :mod:`zkl_debug.capture.postponed`.
         parts: they wait for the end of a part of the model, not of all of it.
         stream: the stream that was current when it began; only what is issued there may wait.
@@ -103,7 +103,7 @@ class OpenFrame:
     twins: OrderedDict[Key, Reading] = field(default_factory=OrderedDict)
     pairs: list[Pair] = field(default_factory=list)
     ended: bool = False
-    aside: bool = False
+    followed: bool = False
     may_wait: bool = False
     parts: bool = False
     stream: tuple[int, int] = (0, 0)

@@ -14,7 +14,7 @@ site is read at both times until the two were equal, and again in every frame wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -63,12 +63,14 @@ class Errand(NamedTuple):
         name: the site.
         issue: reads it on the device.
         file: files what was read, unless ``first`` was.
-        first: what was read when the site was passed, if it was.
+        marks: tensors it reads, their version counters and their memory when the site was passed.
+        first: what was read then, if it was.
     """
 
     name: str
     issue: Callable[[], Pending]
     file: Callable[[Pending], None]
+    marks: tuple[tuple[torch.Tensor, int, int], ...]
     first: Pending | None = None
 
 
@@ -84,10 +86,15 @@ def wait(
     """Have a trusted site wait; False where it did already (a further occurrence), or no more may wait."""
     if name in frame.names or not _pass(frame, tensor.nbytes):
         return False
-    version = -1 if tensor.is_inference() else tensor._version
+    waiting = Waiting(name, tensor, kind, semantic, layout, flatten, _version(tensor), tensor.data_ptr())
     frame.names.add(name)
-    frame.waiting.append(Waiting(name, tensor, kind, semantic, layout, flatten, version, tensor.data_ptr()))
+    frame.waiting.append(waiting)
     return True
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Its version counter, -1 where it has none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _pass(frame: OpenFrame, nbytes: int) -> bool:
@@ -180,15 +187,24 @@ class Postponed:
             self._look(frame, site)
         return recorded
 
-    def later(self, frame: OpenFrame, name: str, issue: Callable[[], Pending], file: Callable[[Pending], None]) -> None:
-        """Do what a site takes when it may be done; now where that is not known to be the same."""
-        if name in frame.trusted:
-            frame.errands.append(Errand(name, issue, file))
+    def later(
+        self,
+        frame: OpenFrame,
+        name: str,
+        issue: Callable[[], Pending],
+        file: Callable[[Pending], None],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        """Do what a site takes, which reads these tensors, when it may be done; now where that may not be the same."""
+        marks = tuple((tensor, _version(tensor), tensor.data_ptr()) for tensor in tensors)
+        here = not self._elsewhere(frame)
+        if here and name in frame.trusted:
+            frame.errands.append(Errand(name, issue, file, marks))
             return
         first = issue()
         file(first)
-        if frame.may_wait and not self._session.twins.refuses(frame.kind, name, END):
-            frame.errands.append(Errand(name, issue, file, first))
+        if here and frame.may_wait and not self._session.twins.refuses(frame.kind, name, END):
+            frame.errands.append(Errand(name, issue, file, marks, first))
 
     def part_ended(self, frame: OpenFrame) -> None:
         """A part of a block has ended, and its sites were passed."""
@@ -253,16 +269,27 @@ class Postponed:
         for site in waiting:
             if site.first is not None:
                 self._again(frame, site, site.first, rows)
-        for name, issue, file, first in errands:
-            pending = issue()
+        for errand in errands:
+            self._run(frame, errand)
+
+    def _run(self, frame: OpenFrame, errand: Errand) -> None:
+        name, issue, file, marks, first = errand
+        moved = any(tensor.data_ptr() != address for tensor, _, address in marks)
+        if moved or (first is None and any(_version(tensor) != version for tensor, version, _ in marks)):
             if first is None:
-                file(pending)
-            else:
-                frame.pairs.append(Pair(name, END, first, pending, self._late_as_any(frame)))
+                self.written.add(name)
+            self._session.twins.refuse(frame.kind, name, END)
+        if moved:
+            return
+        pending = issue()
+        if first is None:
+            file(pending)
+        else:
+            frame.pairs.append(Pair(name, END, first, pending, self._late_as_any(frame)))
 
     def _late_as_any(self, frame: OpenFrame) -> bool:
         """Whether what waits is read no earlier than in any frame: not where the next forward has yet to begin."""
-        return frame.parts or frame.aside or not frame.ended
+        return frame.parts or frame.followed or not frame.ended
 
     def _intact(self, frame: OpenFrame, sites: list[Waiting]) -> list[Waiting]:
         """The sites that can be read; tells which were written to since they were passed, as far as torch counts it.
@@ -272,7 +299,7 @@ class Postponed:
         found = []
         for site in sites:
             moved = site.tensor.data_ptr() != site.address
-            if moved or (site.version >= 0 and site.tensor._version != site.version):
+            if moved or _version(site.tensor) != site.version:
                 self.written.add(site.name)
                 self._session.twins.refuse(frame.kind, site.name, END)
             if not moved:

@@ -123,13 +123,13 @@ class CaptureSession:
         last = self._frame
         if last is not None and last.ended and isinstance(rows, Sketch) and rows.graph >= 0 and not last.plans:
             self._finish_ended()
-            last.event_seq = self.event_seq
-            last.aside, self._ended, self._frame = True, last, None
+            last.event_seq, self._ended, self._frame = self.event_seq, last, None
         else:
             self.end_frame()
         if self.options.requests and isinstance(rows, Sketch):
             rows = rows.rows()
         if isinstance(rows, FrameRows) and not self._requests.admit(rows):
+            self._finish_ended()  # for nobody will when this forward has been issued
             return
         if rows.step < 0:
             rows.step = self.step
@@ -144,7 +144,7 @@ class CaptureSession:
         if frame is None or self.writer is None or frame.given.warmup or self.recording:
             return
         self.rows_of(frame)
-        self._finish_ended()
+        self._finish_ended(followed=True)
         self._issue(frame)
         if frame.device is not None and frame.given.graph < 0:
             frame.device.copy_so_far()
@@ -176,11 +176,12 @@ class CaptureSession:
         with self.guarded("read-out"):
             self._add(frame)
 
-    def _finish_ended(self) -> None:
-        """Write the frame that was put aside, if any."""
+    def _finish_ended(self, *, followed: bool = False) -> None:
+        """Write the frame that was put aside, if any; ``followed``: the next forward has been issued."""
         frame, self._ended = self._ended, None
         if frame is None:
             return
+        frame.followed = followed
         self._issue(frame)
         self.read_out.check()
         self._add(frame)

@@ -110,7 +110,7 @@ def record_decode(
             metas.append(session.meta_of(named, view, SiteKind.TAP, semantic) if named else None)
         frame.deferred.append(DecodeLabels(step, pending, (metas[0], metas[1]), payload))
 
-    session.postponed.later(frame, SELECTED, issue, file)
+    session.postponed.later(frame, SELECTED, issue, file, (new_tokens, selected, log_probs))
     return True
 
 
