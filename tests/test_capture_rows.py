@@ -93,3 +93,26 @@ def test_permutation_brings_expert_rows_back_in_expert_order() -> None:
     assert fewer is not None
     assert fewer.tolist() == [[0, 1], [2, -1]]
     assert Permutation(np.array([0, 0, 1]), np.array([0, 1, 1]), topk=1).per_token(2) is None
+
+
+def test_rows_that_are_made_late_are_those_that_were_told() -> None:
+    """The program may go on writing into what it keyed a frame by."""
+    tokens, samples, prompts = np.arange(8).reshape(2, 4), np.array([3, 5]), [1, 2]
+    rows = padded_rows(tokens, samples=samples, lengths=[4, 4], prompt_lens=prompts)  # type: ignore[arg-type]
+    packed = packed_rows(tokens.reshape(-1), samples=samples, starts=[0, 4], lengths=[4, 4], prompt_lens=prompts)  # type: ignore[arg-type]
+    samples += 10
+    prompts[:] = [4, 4]
+    tokens += 1
+    for made in (rows.rows, packed.rows):
+        assert made["sample"].tolist() == [3] * 4 + [5] * 4
+        assert made["token"].tolist() == list(range(8))
+        assert (made["flags"] & RowFlag.GENERATED).astype(bool).tolist() == [
+            False,
+            True,
+            True,
+            True,
+            False,
+            False,
+            True,
+            True,
+        ]

@@ -349,6 +349,7 @@ def _assemble(
     """A frame of whole sequences, whose keys are worked out when they are asked for."""
     lengths = [len(tokens) for tokens in ids]
     slot = np.concatenate(slots) if slots else np.zeros(0, np.int64)
+    samples, prompt_lens = list(samples), None if prompt_lens is None else list(prompt_lens)  # as they are now
     last = np.cumsum(np.asarray(lengths, np.int64)) - 1 if lengths else np.zeros(0, np.int64)
 
     def rows() -> RowTable:
