@@ -89,6 +89,10 @@ class FakeKernels(Kernels):
     def follow(self, stream: tuple[int, int]) -> None:
         assert stream != self.current
 
+    def lead(self, stream: tuple[int, int]) -> None:
+        assert stream != self.current
+        assert not self._held, "what was read there is to be issued first"
+
     def capturing(self) -> bool:
         return FakeGraph.current is not None
 

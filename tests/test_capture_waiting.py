@@ -228,6 +228,13 @@ def test_what_waits_is_read_behind_what_it_waits_for_whatever_the_stream(tmp_pat
     kernels = cast("FakeKernels", capture.session.kernels)
     followed: list[tuple[int, int]] = []
     kernels.follow = followed.append  # type: ignore[method-assign, assignment]
+    lead, led = kernels.lead, []
+
+    def leading(stream: tuple[int, int]) -> None:
+        lead(stream)
+        led.append(stream)
+
+    kernels.lead = leading  # type: ignore[method-assign]
     handle = model.norm.register_forward_hook(lambda *_: setattr(kernels, "current", (0, 5)))
     for tokens in batches(3):
         kernels.current = (0, 3)
@@ -235,7 +242,7 @@ def test_what_waits_is_read_behind_what_it_waits_for_whatever_the_stream(tmp_pat
         capture.session.flush()
     handle.remove()
     capture.__exit__(None, None, None)
-    assert followed == [(0, 3)] * 3
+    assert followed == led == [(0, 3)] * 3
 
 
 def test_no_tensor_is_kept_longer_than_its_frame(tmp_path: Path) -> None:

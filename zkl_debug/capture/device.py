@@ -64,11 +64,11 @@ class Kernels:
 
     def follow(self, stream: tuple[int, int]) -> None:
         """What is issued from now on runs behind what was issued on a stream, told as by :meth:`stream`."""
-        device, handle = stream
-        before = torch.cuda.default_stream(device)
-        if handle:
-            before = torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream(device).wait_stream(before)
+        torch.cuda.current_stream(stream[0]).wait_stream(_told(stream))
+
+    def lead(self, stream: tuple[int, int]) -> None:
+        """What is issued on a stream from now on runs behind what was issued so far; the inverse of :meth:`follow`."""
+        _told(stream).wait_stream(torch.cuda.current_stream(stream[0]))
 
     def capturing(self) -> bool:
         """Whether the current stream is recording a graph."""
@@ -473,6 +473,14 @@ class DeviceFrame:
     def dest_of(self, take: I64, n_view: int, device: torch.device) -> torch.Tensor:
         """Where row i of a view goes among the rows that are taken, or -1: int64 [n_view] on the device."""
         return self.pool.dest_of(take, n_view, device)
+
+
+def _told(stream: tuple[int, int]) -> torch.cuda.Stream:
+    """The stream of a device and a handle."""
+    device, handle = stream
+    if not handle:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
 
 
 def to_device(array: I64, device: torch.device) -> torch.Tensor:

@@ -260,8 +260,9 @@ class Postponed:
         if not (waiting or errands):
             return
         rows = self._session.rows_of(frame)
-        if self._elsewhere(frame):
-            self._session.kernels.follow(frame.stream)
+        elsewhere, kernels = self._elsewhere(frame), self._session.kernels
+        if elsewhere:
+            kernels.follow(frame.stream)
         late = self._intact(frame, [site for site in waiting if site.first is None])
         if late and not self._together.record(frame, late):
             for site in late:
@@ -271,6 +272,9 @@ class Postponed:
                 self._again(frame, site, site.first, rows)
         for errand in errands:
             self._run(frame, errand)
+        if elsewhere:  # the memory of what waited may be given to others there from here on
+            kernels.settle()
+            kernels.lead(frame.stream)
 
     def _run(self, frame: OpenFrame, errand: Errand) -> None:
         name, issue, file, marks, first = errand
