@@ -172,3 +172,20 @@ def test_labels_that_wait_tell_what_is_written_before_they_are_read(how: str, tm
         assert rows == 4 * len(steps)
     else:
         assert "logprobs/selected:out.0" in probe["errors"][0]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_batch_first_tensor_beside_rows_that_come_first(at_once: bool, tmp_path: Path) -> None:
+    """The rows of a frame are its first token slots, but not the first rows of a tensor that has the batch outside."""
+    model = Blocks(1)
+    capture = watching(tmp_path / "c", model, at_once=at_once)
+    want = []
+    for tokens in batches(5):
+        with torch.inference_mode():
+            score(model, capture, tokens, (1, 1))
+            value = model.table[torch.from_numpy(tokens)] + 1
+            capture.record(BEHIND, value)
+        want.append(digest_array(value[:, 0].numpy()))
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    assert np.array_equal(digests(tmp_path / "c")[BEHIND], np.concatenate(want))

@@ -92,7 +92,9 @@ class Repeats:
         if not tensor.is_inference() or not rows.leading or self._session.shard_of is not None:
             return
         n = rows.n_rows
-        whole = int(view.tensor.shape[0]) in (n, rows.n_slots) and len(view.row) == n and view.shard is None
+        row = np.arange(n, dtype=np.uint32)
+        in_order = np.array_equal(view.row, row) and (view.take is None or np.array_equal(view.take, row))
+        whole = int(view.tensor.shape[0]) in (n, rows.n_slots) and in_order and view.shard is None
         kernels = self._session.kernels
         if not (whole and view.tensor.data_ptr() == tensor.data_ptr() and kernels.takes(tensor)):
             return
@@ -100,7 +102,6 @@ class Repeats:
         if again is not None:
             if len(self._known) >= _MOST:
                 self._known.clear()
-            row = np.arange(n, dtype=np.uint32)
             worked = Worked(dtype_name(tensor), view.row_shape, again, row)
             self._known[_key(tensor, rows, layout, flatten)] = worked
 
