@@ -189,3 +189,26 @@ def test_a_batch_first_tensor_beside_rows_that_come_first(at_once: bool, tmp_pat
         capture.session.flush()
     capture.__exit__(None, None, None)
     assert np.array_equal(digests(tmp_path / "c")[BEHIND], np.concatenate(want))
+
+
+class Beside(Model):
+    """Runs its last layer once more, behind the graph."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        y = super().forward(input_ids).clone()
+        self.layers[1](y)
+        return y
+
+
+def test_a_module_beside_a_graph_of_it_has_its_name_in_every_frame(tmp_path: Path) -> None:
+    """Whether it waits or not, what ran by itself is the first occurrence, and the graph the second."""
+    model, steps = Beside(), steps_of(12)
+    capture = generating(model, tmp_path / "c")
+    for tokens in steps:
+        step(model, capture, tokens)
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    got = digests(tmp_path / "c")
+    for name, factor in (("layers.1:out", 18), ("layers.1#1:out", 6)):
+        want = np.concatenate([digest_array(model.table[tokens].numpy() * factor) for tokens in steps])
+        assert np.array_equal(got[name], want)

@@ -437,6 +437,8 @@ class GraphWatch:
         if key not in self._readings:
             self._readings[key] = Reading.of(plans)
         reading = self._readings[key]
+        if not reading.names.isdisjoint(frame.names):  # named as if they had not waited
+            self.session.postponed.settle(frame)
         device = self.session.device_frame(frame)
         fetched = [device.fetch(copied.memory, copied.index) for copied in reading.copies]
         payloads = [None if s.payload is None else s.payload.clone() for s in reading.sites] if reading.payload else []
