@@ -316,6 +316,26 @@ def test_what_follows_the_model_waits_for_the_next_forward(overwritten: bool, tm
     assert np.array_equal(got["logprobs/log_softmax:out.0"], want)
 
 
+def test_what_is_read_one_by_one_goes_to_the_frame_it_was_passed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a set of sites cannot be one launch, and another frame is open by then."""
+    monkeypatch.setattr(FakeKernels, "several", lambda *_: None)
+    model, steps = Model(), steps_of(40)
+    capture = watched(model, tmp_path / "c")
+    capture.next_rows(warmup())
+    model.use_graph = True
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    for tokens in steps:
+        capture.next_rows(sketch(tokens, []))
+        model(torch.tensor([tokens]))
+        capture.record("logprobs/log_softmax:in.0", model.table[torch.tensor(tokens)] * 7)
+    capture.__exit__(None, None, None)
+    assert any(pair[1] == "logprobs/log_softmax:in.0" for pair in capture.session.twins.known)
+    want = np.concatenate([digest_array(model.table[tokens].numpy() * 7) for tokens in steps])
+    assert np.array_equal(digests(tmp_path / "c")["logprobs/log_softmax:in.0"], want)
+
+
 def test_a_frame_that_is_finished_late_keeps_its_place_and_its_event(tmp_path: Path) -> None:
     model = Model()
     capture = watched(model, tmp_path / "c")
