@@ -155,3 +155,39 @@ def test_one_launch_for_the_sites_of_a_hook_reads_what_one_for_each_reads(
         document = diff_captures(tmp_path / "together" / side, tmp_path / "apart" / side).to_json()
         assert document["verdict"] == "identical"
         assert document["coverage"]["sites"]["matched"] == 77
+
+
+@pytest.mark.gpu
+def test_sites_that_wait_are_read_as_they_were_when_they_were_passed(tmp_path: Path) -> None:
+    """Over forwards of scoring with batches of two shapes, with what Transformer Engine and mcore write in place."""
+    import numpy as np
+
+    from zkl_debug.capture.api import Capture
+    from zkl_debug.capture.twins import END
+    from zkl_debug.diff import diff_captures
+    from zkl_debug.engines.megatron import gpu as models
+    from zkl_debug.engines.megatron import scoring, world
+
+    if reason := lacking(bed("gpt-te")):
+        pytest.skip(reason)
+    fields = {**bed("gpt-te").model, **bed("gpt-te").sizes["small"]}
+    spec = models.GpuSpec(kind="te", attention_backend="flash", flash_attention_version=4, **fields)
+    rng = np.random.default_rng(0)
+    batches = [
+        scoring.padded_batch(i, [(4 * i + k, rng.integers(0, spec.vocab, n).tolist()) for k, n in enumerate(lengths)])
+        for i, lengths in enumerate([(96, 64), (96, 64), (96, 64), (128, 128, 30), (96, 64), (128, 128, 30), (96, 64)])
+    ]
+    waited = set()
+    with world.world(inference_rng=True):
+        model = models.build_gpu_model(spec, 0)
+        for folder, at_once in (("at_once", True), ("waiting", False)):
+            with Capture(model, tmp_path / folder, "train", at_once=at_once, strict=True) as capture:
+                for batch in batches:
+                    scoring.score_microbatch(model, batch)
+                    capture.session.flush()
+                waited = {pair[1] for pair in capture.session.twins.known if pair[2] == END}
+            assert not capture.session.errors
+    document = diff_captures(tmp_path / "at_once", tmp_path / "waiting").to_json()
+    assert document["verdict"] == "identical"
+    assert document["coverage"]["sites"]["matched"] == 77
+    assert len(waited) > 50
