@@ -189,5 +189,5 @@ def test_sites_that_wait_are_read_as_they_were_when_they_were_passed(tmp_path: P
             assert not capture.session.errors
     document = diff_captures(tmp_path / "at_once", tmp_path / "waiting").to_json()
     assert document["verdict"] == "identical"
-    assert document["coverage"]["sites"]["matched"] == 77
+    assert document["coverage"]["sites"]["matched"] == len(capture.session.metas) > 60
     assert len(waited) > 50
