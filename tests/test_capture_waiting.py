@@ -166,7 +166,25 @@ def test_a_write_that_comes_after_sites_were_trusted_is_an_error(how: str, tmp_p
         probe = found.manifest["probe"]
     assert not probe["ok"]
     assert any("layers.1.mlp:in" in text for text in probe["errors"]), probe
-    assert any(("--at-once" in text) == (how != "unseen") for text in probe["errors"])
+    assert any("--at-once" in text and ("were written" in text) == (how != "unseen") for text in probe["errors"])
+
+
+def test_a_write_that_comes_with_another_shape_is_seen_before_anything_waits_in_it(tmp_path: Path) -> None:
+    """Frames are judged by a thread of its own: until those of a shape are, none of their sites waits."""
+    steps = batches(30)
+    for folder, options in (("a", {"at_once": True}), ("b", {})):
+        model = Blocks()
+        capture = watching(tmp_path / folder, model, **options)
+        for number, tokens in enumerate(steps):
+            short = number in (9, 10, 11, 20)
+            model.blocks[1].mlp.write = ADD["unseen"] if short else None
+            score(model, capture, tokens, (5, 2 if short else 3))
+            if number < 9:
+                capture.session.flush()
+        if not options:
+            assert {pair[1] for pair in capture.session.twins.known if pair[2] == END} >= {"layers.1.mlp:out"}
+        capture.__exit__(None, None, None)
+    assert same(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("how", ADD)

@@ -81,6 +81,7 @@ class OpenFrame:
         may_wait: whether sites may be read later: see :mod:`zkl_debug.capture.postponed`.
         parts: they wait for the end of a part of the model, not of all of it.
         stream: the stream that was current when it began; only what is issued there may wait.
+        fresh: none does, for frames of its shape are new.
         trusted: those that are known to be the same then.
         waiting, errands: what waits.
         names: sites that wait or did.
@@ -107,6 +108,7 @@ class OpenFrame:
     may_wait: bool = False
     parts: bool = False
     stream: tuple[int, int] = (0, 0)
+    fresh: bool = False
     trusted: Container[str] = ()
     waiting: list[Waiting] = field(default_factory=list)
     errands: list[Errand] = field(default_factory=list)
@@ -131,6 +133,11 @@ class OpenFrame:
     def kind(self) -> int:
         """Class of the frame for :class:`Twins`: its phase, and whether it replays a graph."""
         return int(self.given.phase) + (16 if self.given.graph >= 0 else 0)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Its bucket, or -1, and its number of rows."""
+        return self.given.graph, self.given.n_rows
 
     def passed_already(self, name: str) -> bool:
         """Whether a site was passed, and recorded or told to wait."""
@@ -193,7 +200,10 @@ class OpenFrame:
     def judge(self, twins: Twins, parts: list[U64]) -> None:
         """Tell which pairs of sites, and which readings of one, were equal."""
         for first, second, a, b, proof in self.pairs:
-            twins.judge(self.kind, first, second, _digests(parts, a), _digests(parts, b), proof=proof)
+            digests = _digests(parts, a), _digests(parts, b)
+            twins.judge(self.kind, first, second, *digests, proof=proof, fresh=self.fresh)
+        if self.fresh and all(pair.proof for pair in self.pairs):
+            twins.judged(self.kind, self.shape)
         for later in self.deferred:
             later.judge(parts)
 

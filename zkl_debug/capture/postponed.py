@@ -8,8 +8,9 @@ given to another, and is read with others
 - when the forward has been issued, in one that replays graphs; what follows the model there, when the next has been.
 
 That nothing was written to it in between is not assumed: as with a pair of :class:`~zkl_debug.capture.twins.Twins`, a
-site is read at both times until the two were equal, and again in every frame whose number is a multiple of
-:data:`~zkl_debug.capture.twins.RECHECK`. Writes that torch itself counts are seen in every frame.
+site is read at both times until the two were equal, again in the first frames that have another number of rows, and in
+every frame whose number is a multiple of :data:`~zkl_debug.capture.twins.RECHECK`. Writes that torch itself counts are
+seen in every frame.
 """
 
 from __future__ import annotations
@@ -129,8 +130,11 @@ class Postponed:
             return
         frame.parts = given.graph < 0
         frame.may_wait = self._session.kernels.anywhere()
-        if frame.may_wait:
-            frame.stream = self._session.kernels.stream()
+        if not frame.may_wait:
+            return
+        frame.stream = self._session.kernels.stream()
+        frame.fresh = self._session.twins.is_fresh(frame.kind, frame.shape)
+        if not frame.fresh:
             frame.trusted = self._session.twins.until_end(frame.kind, frame.index)
 
     def behind(self, frame: OpenFrame) -> None:

@@ -207,14 +207,15 @@ class CaptureSession:
         """Hand every frame to the writer and end the read-out."""
         self.end_frame()
         self.read_out.close()
+        told = []
         if self.twins.betrayed:
             pairs = ", ".join(f"{a} = {b}" for _, a, b in sorted(self.twins.betrayed)[:3])
-            self.errors.append(f"sites that shared one reading turned out to differ later: {pairs}")
+            told.append(f"sites that shared one reading turned out to differ later: {pairs}")
         if self.graphs is not None and (names := self.graphs.betrayed()):
-            self.errors.append(f"sites in graphs turned out to be written before they are read: {', '.join(names[:3])}")
+            told.append(f"sites in graphs turned out to be written before they are read: {', '.join(names[:3])}")
         if self.postponed.written:
-            text = "sites were written before they were read (a capture with --at-once reads them in time)"
-            self.errors.append(f"{text}: {', '.join(sorted(self.postponed.written)[:3])}")
+            told.append(f"sites were written before they were read: {', '.join(sorted(self.postponed.written)[:3])}")
+        self.errors += [f"{text} (a capture with --at-once reads each when it is passed)" for text in told]
 
     def device_frame(self, frame: OpenFrame) -> DeviceFrame:
         """What the frame and those read out with it have on the device; made when first asked for."""

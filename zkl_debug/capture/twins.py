@@ -20,6 +20,8 @@ from zkl_debug.schema import U64
 
 #: Every so many frames, all sites are read; a prime, so that it falls on all kinds of frames of a program that repeats.
 RECHECK = 31
+#: Shapes of a kind of frame for which what is read later is compared: a program may go other ways for another shape.
+SHAPES = 8
 #: The second of a pair: the first as it is when it is read later.
 END = "what was read of it later"
 
@@ -70,6 +72,7 @@ class Twins:
     _until_end: dict[int, set[str]] = field(default_factory=dict)  # by phase, the known pairs with END
     _shown: dict[int, frozenset[str]] = field(default_factory=dict)  # the same, as it was told last
     _lock: threading.RLock = field(default_factory=threading.RLock)
+    _shapes: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # by phase, those that were judged
 
     def trusted(self, phase: int, frame: int, first: str, second: str) -> bool:
         """Whether ``second`` may take the digests of ``first`` in this frame."""
@@ -87,19 +90,33 @@ class Twins:
                 self._shown[phase] = frozenset(self._until_end.get(phase, ()))
             return self._shown[phase]
 
+    def is_fresh(self, phase: int, shape: tuple[int, int]) -> bool:
+        """Whether no frame of a shape was judged so far, and its first are to be looked at."""
+        judged = self._shapes.setdefault(phase, set())
+        return shape not in judged and len(judged) < SHAPES
+
+    def judged(self, phase: int, shape: tuple[int, int]) -> None:
+        """A frame of a shape was judged."""
+        self._shapes.setdefault(phase, set()).add(shape)
+
     def refuses(self, phase: int, first: str, second: str) -> bool:
         """Whether the two were once unequal."""
         return (phase, first, second) in self.refuted
 
-    def judge(self, phase: int, first: str, second: str, a: U64, b: U64, *, proof: bool = True) -> None:
-        """Both were read: remember whether they were equal; with ``proof`` false, only that they were not."""
+    def judge(
+        self, phase: int, first: str, second: str, a: U64, b: U64, *, proof: bool = True, fresh: bool = False
+    ) -> None:
+        """Both were read: remember whether they were equal; with ``proof`` false, only that they were not.
+
+        ``fresh``: it is the first frame of its shape, in which no site waited; earlier ones had shapes of their own.
+        """
         pair = (phase, first, second)
         equal = len(a) > 0 and np.array_equal(a, b)
         with self._lock:
             if pair in self.refuted or (pair in self.known and equal):
                 return
             if not equal:
-                if pair in self.known:
+                if pair in self.known and not (fresh and second == END):
                     self.betrayed.add(pair)
                 self.refuse(*pair)
             elif proof:
