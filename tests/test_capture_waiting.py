@@ -384,6 +384,38 @@ def test_a_frame_that_is_finished_late_keeps_its_place_and_its_event(tmp_path: P
     assert np.array_equal(got, np.stack([digest_array(model.table[tokens].numpy() * 6) for tokens in steps_of(12)]))
 
 
+def test_frames_are_read_out_in_time_whatever_is_read_at_once(tmp_path: Path) -> None:
+    """A step that reads a site before the one before it is finished has its digests beside that one's."""
+    model = Model()
+    capture = watched(model, tmp_path / "c")
+    capture.next_rows(warmup())
+    model.use_graph = True
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    batches_of = []
+    submit = capture.session.read_out.submit
+
+    def submitted() -> None:
+        batch = capture.session.read_out._batch
+        batches_of.append(0 if batch is None else len(batch))
+        submit()
+
+    capture.session.read_out.submit = submitted  # type: ignore[method-assign]
+
+    def probe(*_: Any) -> None:
+        x = torch.ones(4, 1, WIDTH)
+        capture.record("probe:in.0", x)
+        x.data.add_(1)
+
+    model.register_forward_pre_hook(probe)
+    for tokens in steps_of(120):
+        capture.next_rows(sketch(tokens, []))
+        model(torch.tensor([tokens]))
+    assert ("probe:in.0", END) in {pair[1:] for pair in capture.session.twins.refuted}
+    assert 5 <= len(batches_of) <= 9
+    assert max(batches_of) <= 18
+    capture.__exit__(None, None, None)
+
+
 def test_rows_of_a_request_filter_are_looked_at_before_the_forward(tmp_path: Path) -> None:
     model = Model()
     capture = watched(model, tmp_path / "c", requests=1)

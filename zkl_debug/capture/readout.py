@@ -42,6 +42,11 @@ class ReadOut:
         if batch.full and (running is None or running.device is not batch.device):
             self.submit()
 
+    @property
+    def overdue(self) -> bool:
+        """Whether what waits to be read out should have been."""
+        return self._batch is not None and self._batch.full
+
     def submit(self) -> None:
         """Have the frames so far read out."""
         batch, self._batch = self._batch, None

@@ -120,8 +120,8 @@ class CaptureSession:
         Before a forward that replays graphs the one before it is only put aside: a device has nothing to do until the
         first of them is launched, and what is left to be done is done behind the last.
         """
-        last = self._frame
-        if last is not None and last.ended and isinstance(rows, Sketch) and rows.graph >= 0 and not last.plans:
+        last, graphed = self._frame, isinstance(rows, Sketch) and rows.graph >= 0
+        if last is not None and last.ended and graphed and not last.plans and not self.read_out.overdue:
             self._finish_ended()
             last.event_seq, self._ended, self._frame = self.event_seq, last, None
         else:
