@@ -30,7 +30,6 @@ _MOST_DESTS = 64
 _WORTH_A_COPY = 1 << 16
 _TEMPLATE = ("raw_cuda_graph", "raw_cuda_graph_exec", "instantiate")
 
-
 #: A launch for tensors of one kind: the tensor, where its digests go and from which row on; False where it cannot.
 Again = Callable[[torch.Tensor, torch.Tensor, int], bool]
 

@@ -117,8 +117,7 @@ class CaptureSession:
     def begin_frame(self, rows: FrameRows | Sketch) -> None:
         """Open a frame; the one before it, if still open, is written.
 
-        Before a forward that replays graphs the one before it is only put aside: a device has nothing to do until the
-        first of them is launched, and what is left to be done is done behind the last.
+        Before one that replays graphs it is only put aside: until the first is launched, a device has nothing to do.
         """
         last, graphed = self._frame, isinstance(rows, Sketch) and rows.graph >= 0
         if last is not None and last.ended and graphed and not last.plans and not self.read_out.overdue:
