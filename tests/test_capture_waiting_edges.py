@@ -20,7 +20,9 @@ from zkl_debug.digest import digest_array
 from zkl_debug.engines.megatron.frames import StepRequests
 from zkl_debug.engines.megatron.labels_dynamic import record_decode
 from zkl_debug.schema import Phase
+from zkl_debug.store.manifest import read_json
 from zkl_debug.store.reader import open_capture
+from zkl_debug.store.rest import rest_path
 
 BEHIND = "logprobs/log_softmax:out.0"
 
@@ -212,3 +214,20 @@ def test_a_module_beside_a_graph_of_it_has_its_name_in_every_frame(tmp_path: Pat
     for name, factor in (("layers.1:out", 18), ("layers.1#1:out", 6)):
         want = np.concatenate([digest_array(model.table[tokens].numpy() * factor) for tokens in steps])
         assert np.array_equal(got[name], want)
+
+
+def test_a_capture_at_rest_tells_what_was_written_before_it_was_read(tmp_path: Path) -> None:
+    """Its process may be ended there, and what was told then is all that will be."""
+    model = Blocks()
+    capture = watching(tmp_path / "c", model)
+    for number, tokens in enumerate(batches(9)):
+        model.blocks[1].mlp.write = (lambda x: x.add_(1)) if number == 7 else None
+        score(model, capture, tokens)
+        capture.rest()
+        told = read_json(rest_path(tmp_path / "c", 0))["facts"]["probe"]
+        assert told["ok"] == (number < 7)
+        capture.wake()
+    capture.__exit__(None, None, None)
+    with open_capture(tmp_path / "c") as found:
+        assert found.manifest["probe"] == told
+    assert len(told["errors"]) == 1

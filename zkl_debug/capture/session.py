@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from zkl_debug.capture.betrayed import betrayed
 from zkl_debug.capture.device import DeviceFrame, Kernels
 from zkl_debug.capture.forcing import Forcing, Visitor
 from zkl_debug.capture.frame import Block, OpenFrame
@@ -206,15 +207,7 @@ class CaptureSession:
         """Hand every frame to the writer and end the read-out."""
         self.end_frame()
         self.read_out.close()
-        told = []
-        if self.twins.betrayed:
-            pairs = ", ".join(f"{a} = {b}" for _, a, b in sorted(self.twins.betrayed)[:3])
-            told.append(f"sites that shared one reading turned out to differ later: {pairs}")
-        if self.graphs is not None and (names := self.graphs.betrayed()):
-            told.append(f"sites in graphs turned out to be written before they are read: {', '.join(names[:3])}")
-        if self.postponed.written:
-            told.append(f"sites were written before they were read: {', '.join(sorted(self.postponed.written)[:3])}")
-        self.errors += [f"{text} (a capture with --at-once reads each when it is passed)" for text in told]
+        self.errors += betrayed(self)
 
     def device_frame(self, frame: OpenFrame) -> DeviceFrame:
         """What the frame and those read out with it have on the device; made when first asked for."""
@@ -487,8 +480,9 @@ class CaptureSession:
 
     def summary(self) -> dict[str, Json]:
         """What the probe saw and could not see; goes into the manifest."""
+        errors: list[Json] = list(dict.fromkeys([*self.errors, *betrayed(self)]))
         return {
-            "probe": {"ok": not self.errors, "errors": list(self.errors)},
+            "probe": {"ok": not errors, "errors": errors},
             "level": self.options.level,
             "filtered_sites": len(self.filtered),
             "not_rows": dict(sorted(self.not_rows.items())),
