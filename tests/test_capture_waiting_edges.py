@@ -231,3 +231,16 @@ def test_a_capture_at_rest_tells_what_was_written_before_it_was_read(tmp_path: P
     with open_capture(tmp_path / "c") as found:
         assert found.manifest["probe"] == told
     assert len(told["errors"]) == 1
+
+
+def test_frames_of_a_long_generation_are_read_out_while_it_runs(tmp_path: Path) -> None:
+    """Also where each has something on the device when the one before it is finished."""
+    model = Beside()
+    capture = generating(model, tmp_path / "c")
+    most = 0
+    for tokens in steps_of(120):
+        step(model, capture, tokens)
+        batch = capture.session.read_out._batch
+        most = max(most, 0 if batch is None else len(batch))
+    capture.__exit__(None, None, None)
+    assert most < 20

@@ -17,6 +17,5 @@ def betrayed(session: CaptureSession) -> list[str]:
     if session.graphs is not None and (names := session.graphs.betrayed()):
         found.append(f"sites in graphs turned out to be written before they are read: {', '.join(names[:3])}")
     if written := sorted(session.postponed.written):
-        text = "sites were written before they were read (a capture with --at-once reads them in time)"
-        found.append(f"{text}: {', '.join(written[:3])}")
-    return found
+        found.append(f"sites were written before they were read: {', '.join(written[:3])}")
+    return [f"{text} (a capture with --at-once reads each when it is passed)" for text in found]

@@ -43,8 +43,8 @@ class ReadOut:
             self.submit()
 
     @property
-    def overdue(self) -> bool:
-        """Whether what waits to be read out should have been."""
+    def due(self) -> bool:
+        """Whether the frames so far wait to be read out: not before one that began in their batch has ended."""
         return self._batch is not None and self._batch.full
 
     def submit(self) -> None:

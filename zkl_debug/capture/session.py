@@ -120,8 +120,9 @@ class CaptureSession:
 
         Before one that replays graphs it is only put aside: until the first is launched, a device has nothing to do.
         """
-        last, graphed = self._frame, isinstance(rows, Sketch) and rows.graph >= 0
-        if last is not None and last.ended and graphed and not last.plans and not self.read_out.overdue:
+        last = self._frame
+        late = isinstance(rows, Sketch) and rows.graph >= 0 and not self.read_out.due
+        if late and last is not None and last.ended and not last.plans:
             self._finish_ended()
             last.event_seq, self._ended, self._frame = self.event_seq, last, None
         else:
