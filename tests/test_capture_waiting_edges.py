@@ -11,6 +11,7 @@ import pytest
 import torch
 from graph_fakes import WIDTH, Model, copy_to, digests, rows_of, steps_of, warmup, watched
 from test_capture_waiting import Blocks, batches, moved, same, score, watching
+from torch import nn
 
 from zkl_debug.capture import postponed
 from zkl_debug.capture.api import Capture
@@ -244,3 +245,24 @@ def test_frames_of_a_long_generation_are_read_out_while_it_runs(tmp_path: Path) 
         most = max(most, 0 if batch is None else len(batch))
     capture.__exit__(None, None, None)
     assert most < 20
+
+
+def written(_module: nn.Module, args: tuple[torch.Tensor, ...], _output: torch.Tensor) -> None:
+    args[0].data.add_(1)
+
+
+def test_what_was_read_early_for_its_size_is_no_proof_for_shorter_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an operator read was as it had been when a long frame was read behind it; then it is written over."""
+    monkeypatch.setattr(postponed, "MOST_BYTES_OF_PARTS", 3 * 2 * 5 * WIDTH * 4 - 1)
+    for folder, options in (("a", {"at_once": True}), ("b", {})):
+        model = Blocks()
+        capture = watching(tmp_path / folder, model, **options)
+        handle = model.blocks[1].mlp.down.register_forward_hook(written)
+        for number, tokens in enumerate(batches(12)):
+            score(model, capture, *((tokens, (5, 3)) if number < 6 else (tokens[:, :1], (1, 1))))
+            capture.session.flush()
+        handle.remove()
+        capture.__exit__(None, None, None)
+    assert same(tmp_path / "a", tmp_path / "b")

@@ -85,6 +85,7 @@ class OpenFrame:
         trusted: those that are known to be the same then.
         waiting, errands: what waits.
         names: sites that wait or did.
+        early: what waited in the running part of the model was read before its end, for it held too much memory.
         passed, passed_bytes: sites that were passed since waiting ones were last read, and what they hold.
     """
 
@@ -113,6 +114,7 @@ class OpenFrame:
     waiting: list[Waiting] = field(default_factory=list)
     errands: list[Errand] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+    early: bool = False
     passed: int = 0
     passed_bytes: int = 0
 

@@ -214,6 +214,7 @@ class Postponed:
         """A part of a block has ended, and its sites were passed."""
         if frame.parts and not self._session.recording and not self._elsewhere(frame):
             self.settle(frame)
+            frame.early = False
 
     def _elsewhere(self, frame: OpenFrame) -> bool:
         """Whether another stream is current than when the frame began: what is read on one is not ordered by others."""
@@ -240,6 +241,7 @@ class Postponed:
         """Read what waits, for no more may: in frames with graphs, none waits from here on."""
         if not frame.parts:
             self._too_many.add(frame.kind)
+        frame.early = frame.early or frame.passed < MOST
         self.settle(frame)
         if not frame.parts:
             frame.may_wait, frame.trusted = False, ()
@@ -296,8 +298,11 @@ class Postponed:
             frame.pairs.append(Pair(name, END, first, pending, self._late_as_any(frame)))
 
     def _late_as_any(self, frame: OpenFrame) -> bool:
-        """Whether what waits is read no earlier than in any frame: not where the next forward has yet to begin."""
-        return frame.parts or frame.followed or not frame.ended
+        """Whether what waits is read no earlier than in any frame of its kind.
+
+        Not where a long one had to be read in between, as a shorter one is not, nor before a forward that may follow.
+        """
+        return not frame.early if frame.parts else frame.followed or not frame.ended
 
     def _intact(self, frame: OpenFrame, sites: list[Waiting]) -> list[Waiting]:
         """The sites that can be read; tells which were written to since they were passed, as far as torch counts it.
