@@ -116,3 +116,10 @@ def test_rows_that_are_made_late_are_those_that_were_told() -> None:
             True,
             True,
         ]
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (2, 1)])
+def test_last_rows_are_known_where_every_sequence_has_one(lengths: tuple[int, int]) -> None:
+    rows = packed_rows(np.arange(6), samples=[0, 1], starts=[0, 3], lengths=lengths)
+    view = resolve(torch.zeros(2, 4), rows)
+    assert (None if view is None else view.row.tolist()) == ([1, 2] if min(lengths) else None)

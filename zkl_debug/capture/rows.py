@@ -350,7 +350,8 @@ def _assemble(
     lengths = [len(tokens) for tokens in ids]
     slot = np.concatenate(slots) if slots else np.zeros(0, np.int64)
     samples, prompt_lens = list(samples), None if prompt_lens is None else list(prompt_lens)  # as they are now
-    last = np.cumsum(np.asarray(lengths, np.int64)) - 1 if lengths else np.zeros(0, np.int64)
+    # Where a sequence has no row there is no telling which one of a tensor of last rows is whose.
+    last = np.cumsum(np.asarray(lengths, np.int64)) - 1 if lengths and all(lengths) else np.zeros(0, np.int64)
 
     def rows() -> RowTable:
         prompts = prompt_lens if prompt_lens is not None else [None] * len(ids)
