@@ -266,3 +266,20 @@ def test_what_was_read_early_for_its_size_is_no_proof_for_shorter_frames(
         handle.remove()
         capture.__exit__(None, None, None)
     assert same(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_forward_that_is_not_observed_writes_over_nothing_that_waits(tmp_path: Path) -> None:
+    model, steps = Model(), steps_of(16)
+    capture = generating(model, tmp_path / "c")
+    session, sampled = capture.session, torch.zeros(4, WIDTH)
+    for number, tokens in enumerate(steps):
+        session.enabled = number != 10
+        logits = step(model, capture, tokens)
+        copy_to(sampled.data, logits)  # as a replay writes: torch does not count it
+        capture.record(BEHIND, sampled)
+        if number == 5:
+            session.flush()
+    capture.__exit__(None, None, None)
+    seen = [tokens for number, tokens in enumerate(steps) if number != 10]
+    want = np.concatenate([digest_array(model.table[tokens].numpy() * 7) for tokens in seen])
+    assert np.array_equal(digests(tmp_path / "c")[BEHIND], want)

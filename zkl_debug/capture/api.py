@@ -340,8 +340,11 @@ class Capture:
 
     # ---- model hooks ----------------------------------------------------------------------------------------------
     def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
-        session = self.session
+        session, last = self.session, self.session.frame
         if not session.enabled:
+            if last is not None and last.ended:
+                with session.guarded("model:in"):
+                    session.postponed.settle(last)  # this forward is not seen, and may write over what waits
             return
         with session.guarded("model:in"):
             session.path.clear()
