@@ -13,7 +13,8 @@ from graph_fakes import FakeKernels
 from zkl_debug.beds.bed import BedOptions
 from zkl_debug.beds.record import RecordOptions, record_bed
 from zkl_debug.capture import labels, session
-from zkl_debug.capture.twins import RECHECK, Twins
+from zkl_debug.capture.device import Pending
+from zkl_debug.capture.twins import RECHECK, Pair, Twins
 from zkl_debug.store.reader import open_capture
 
 
@@ -74,14 +75,15 @@ def test_memory_that_was_written_is_read_again_whatever_the_version_of_a_new_ten
     fresh.data = x
     assert fresh._version == 0
     assert memory_key(fresh, None, 4) == memory_key(x, None, 4) == memory_key(x.view(4, 2, 4), None, 4)
-    twins = Twins()
+    twins, nowhere = Twins(), Pending(0, 0, 4)
+    pair = Pair("a:out", "b:out", nowhere, nowhere)
     zero, one = np.zeros((4, 2), np.uint64), np.ones((4, 2), np.uint64)
     assert not twins.trusted(0, 1, "a:out", "b:out")  # nothing is shared before it was seen equal
-    twins.judge(0, "a:out", "b:out", zero, zero)
+    twins.judge(0, pair, zero, zero)
     assert twins.trusted(0, 1, "a:out", "b:out")
     assert not twins.trusted(0, 2 * RECHECK, "a:out", "b:out")  # read again every so often
-    twins.judge(0, "a:out", "b:out", zero, one)
+    twins.judge(0, pair, zero, one)
     assert twins.refuses(0, "a:out", "b:out")
     assert ("a:out", "b:out") in {pair[1:] for pair in twins.betrayed}
-    twins.judge(0, "a:out", "b:out", zero, zero)
+    twins.judge(0, pair, zero, zero)
     assert not twins.trusted(0, 1, "a:out", "b:out")  # never again

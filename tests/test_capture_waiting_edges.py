@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from graph_fakes import WIDTH, Model, copy_to, digests, rows_of, steps_of, warmup, watched
-from test_capture_waiting import Blocks, batches, moved, same, score, watching
+from test_capture_waiting import Blocks, Scale, batches, moved, same, score, watching
 from torch import nn
 
 from zkl_debug.capture import postponed
 from zkl_debug.capture.api import Capture
+from zkl_debug.capture.device import Pending
+from zkl_debug.capture.frame import OpenFrame
 from zkl_debug.capture.rows import FrameRows, Sketch
-from zkl_debug.capture.twins import END
+from zkl_debug.capture.twins import AUDITS, END, UNPROVEN, Pair, Twins
 from zkl_debug.digest import digest_array
 from zkl_debug.engines.megatron.frames import StepRequests
 from zkl_debug.engines.megatron.labels_dynamic import record_decode
@@ -283,3 +285,62 @@ def test_a_forward_that_is_not_observed_writes_over_nothing_that_waits(tmp_path:
     seen = [tokens for number, tokens in enumerate(steps) if number != 10]
     want = np.concatenate([digest_array(model.table[tokens].numpy() * 7) for tokens in seen])
     assert np.array_equal(digests(tmp_path / "c")[BEHIND], want)
+
+
+def test_a_site_read_behind_another_part_than_it_was_compared_at_is_an_error(tmp_path: Path) -> None:
+    """The part it waits for does not run: by the end of the next one it may have been written over."""
+    model = Blocks()
+    capture = watching(tmp_path / "c", model)
+    attn = model.blocks[1].attn
+    for number, tokens in enumerate(batches(20)):
+        model.blocks[1].attn = cast("Scale", nn.Identity()) if number == 12 else attn
+        score(model, capture, tokens)
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    with open_capture(tmp_path / "c") as found:
+        probe = found.manifest["probe"]
+    assert not probe["ok"]
+    assert "never been compared: layers.0:out" in probe["errors"][0]
+
+
+def test_a_program_that_leaves_parts_out_from_the_beginning_is_none(tmp_path: Path) -> None:
+    steps = batches(24)
+    for folder, options in (("a", {"at_once": True}), ("b", {})):
+        model = Blocks()
+        capture = watching(tmp_path / folder, model, **options)
+        attn = model.blocks[1].attn
+        for number, tokens in enumerate(steps):
+            # Both ways are seen before anything waits: frames of either length are looked at.
+            model.blocks[1].attn = cast("Scale", nn.Identity()) if number % 2 else attn
+            score(model, capture, tokens, (5, 2 + number % 2))
+            if number % 2 or number > 3:
+                capture.session.flush()
+        capture.__exit__(None, None, None)
+    assert same(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(("bucket", "audits"), [(4, AUDITS), (-1, 1)])
+def test_behind_a_model_of_graphs_one_equal_reading_is_not_enough(bucket: int, audits: int) -> None:
+    """What waits there may lie in memory of a graph that only some of the next steps replay."""
+    twins, zeros = Twins(), [np.zeros((4, 2), np.uint64)]
+    for _ in range(audits):
+        frame = OpenFrame(1, rows_of([1, 2], bucket), parts=bucket < 0, fresh=True)
+        frame.pairs.append(Pair("a:out", END, Pending(0, 0, 2), Pending(0, 2, 2)))
+        assert "a:out" not in twins.until_end(frame.kind, 1)
+        frame.judge(twins, zeros)
+    assert "a:out" in twins.until_end(frame.kind, 1)
+    assert not twins.is_fresh(frame.kind, frame.shape)
+
+
+def test_readings_that_prove_nothing_are_not_made_for_ever(tmp_path: Path) -> None:
+    """Where every step is written before the next one runs, none shows what the next one writes over."""
+    model = Model()
+    capture = generating(model, tmp_path / "c")
+    waiting = []
+    for tokens in steps_of(40):
+        capture.record(BEHIND, step(model, capture, tokens))
+        assert capture.session.frame is not None
+        waiting.append(len(capture.session.frame.waiting))
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    assert waiting == [1] * UNPROVEN + [0] * (40 - UNPROVEN)

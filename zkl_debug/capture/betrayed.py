@@ -18,4 +18,7 @@ def betrayed(session: CaptureSession) -> list[str]:
         found.append(f"sites in graphs turned out to be written before they are read: {', '.join(names[:3])}")
     if written := sorted(session.postponed.written):
         found.append(f"sites were written before they were read: {', '.join(written[:3])}")
+    if unproven := sorted(session.postponed.unproven):
+        text = "parts of the model were left out, and sites were read where they had never been compared"
+        found.append(f"{text}: {', '.join(unproven[:3])}")
     return [f"{text} (a capture with --at-once reads each when it is passed)" for text in found]

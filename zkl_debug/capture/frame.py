@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from zkl_debug.capture.device import DeviceFrame, Pending, payload_bits
 from zkl_debug.capture.layout import RowView
 from zkl_debug.capture.rows import FrameRows, Sketch
-from zkl_debug.capture.twins import Key, Reading, Twins, memory_key
+from zkl_debug.capture.twins import AUDITS, END, Key, Pair, Reading, Twins, memory_key
 from zkl_debug.schema import U64, SiteBlock, SiteMeta
 
 if TYPE_CHECKING:
@@ -44,19 +44,6 @@ class Deferred(Protocol):
     def judge(self, parts: list[U64]) -> None:  # noqa: ARG002
         """Look at the digests of each chunk when they are there, before :meth:`blocks` is asked for."""
         return
-
-
-class Pair(NamedTuple):
-    """Two sites that saw the same memory, or a site and what was read of it later, and where both digests are.
-
-    ``proof``: whether that they are equal is a reason to read only one of them; that they are not always counts.
-    """
-
-    first: str
-    second: str
-    a: Pending
-    b: Pending
-    proof: bool = True
 
 
 @dataclass
@@ -201,10 +188,11 @@ class OpenFrame:
 
     def judge(self, twins: Twins, parts: list[U64]) -> None:
         """Tell which pairs of sites, and which readings of one, were equal."""
-        for first, second, a, b, proof in self.pairs:
-            digests = _digests(parts, a), _digests(parts, b)
-            twins.judge(self.kind, first, second, *digests, proof=proof, fresh=self.fresh)
-        if self.fresh and all(pair.proof for pair in self.pairs):
+        for pair in self.pairs:
+            audits = AUDITS if pair.second == END and not self.parts else 1
+            digests = _digests(parts, pair.a), _digests(parts, pair.b)
+            twins.judge(self.kind, pair, *digests, fresh=self.fresh, audits=audits)
+        if self.fresh and (self.parts or all(pair.proof for pair in self.pairs)):
             twins.judged(self.kind, self.shape)
         for later in self.deferred:
             later.judge(parts)

@@ -153,7 +153,7 @@ class ModuleHooks:
                         self._record(site, tensor, rule)
             if last and frame.waiting and frame.parts:
                 with session.guarded(name):
-                    session.postponed.part_ended(frame)
+                    session.postponed.part_ended(frame, path)
             if session.graphs is not None and session.graphs.recording is not None:
                 with session.guarded(name):
                     session.graphs.ended(path)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from zkl_debug.capture.device import Pending
-from zkl_debug.capture.frame import OpenFrame, Pair
+from zkl_debug.capture.frame import OpenFrame
 from zkl_debug.capture.layout import flattened, resolve
 from zkl_debug.capture.rows import FrameRows
 from zkl_debug.capture.together import Together
-from zkl_debug.capture.twins import END
+from zkl_debug.capture.twins import END, Pair
 from zkl_debug.schema import SiteKind
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 #: Sites that wait at most; bytes of their tensors, in a forward that replays graphs and in one that does not.
 MOST = 32
 MOST_BYTES, MOST_BYTES_OF_PARTS = 64 << 20, 2 << 30
+
+
+#: Where nothing has ended, but what waits must be read: in time.
+_ROOM = "#"
 
 
 class Waiting(NamedTuple):
@@ -113,6 +117,7 @@ class Postponed:
 
     Attributes:
         written: sites that waited and were written to meanwhile, by what torch counts.
+        unproven: sites that were read where what is read had never been compared.
     """
 
     def __init__(self, session: CaptureSession) -> None:
@@ -122,6 +127,7 @@ class Postponed:
         #: Whether nothing is done with a site but to digest it.
         self._allowed = session.forcing is None and session.options.level == "digest" and not session.options.at_once
         self.written: set[str] = set()
+        self.unproven: set[str] = set()
 
     def begin(self, frame: OpenFrame) -> None:
         """A frame is opened: which of its sites may wait."""
@@ -171,14 +177,14 @@ class Postponed:
         """Record a site of a frame in which sites may wait, now or later; whether it has rows."""
         if not self._session.kernels.takes(site.tensor) or self._elsewhere(frame):
             if site.name in frame.names:  # an earlier occurrence comes first
-                self.settle(frame)
+                self.settle(frame, _ROOM)
             return self._now(frame, site)
         if site.name in frame.trusted:
             if wait(frame, *site[:6]):
                 return True
             if site.name in frame.names:  # another occurrence: no more than one was looked at
                 self._session.twins.refuse(frame.kind, site.name, END)
-                self.settle(frame)
+                self.settle(frame, _ROOM)
                 return self._now(frame, site)
             self._make_room(frame)
             return (frame.may_wait and wait(frame, *site[:6])) or self._now(frame, site)
@@ -210,10 +216,10 @@ class Postponed:
         if here and frame.may_wait and not self._session.twins.refuses(frame.kind, name, END):
             frame.errands.append(Errand(name, issue, file, marks, first))
 
-    def part_ended(self, frame: OpenFrame) -> None:
+    def part_ended(self, frame: OpenFrame, path: str) -> None:
         """A part of a block has ended, and its sites were passed."""
         if frame.parts and not self._session.recording and not self._elsewhere(frame):
-            self.settle(frame)
+            self.settle(frame, path)
             frame.early = False
 
     def _elsewhere(self, frame: OpenFrame) -> bool:
@@ -242,7 +248,7 @@ class Postponed:
         if not frame.parts:
             self._too_many.add(frame.kind)
         frame.early = frame.early or frame.passed < MOST
-        self.settle(frame)
+        self.settle(frame, _ROOM)
         if not frame.parts:
             frame.may_wait, frame.trusted = False, ()
 
@@ -258,8 +264,8 @@ class Postponed:
             frame.waiting.append(site._replace(first=block.pending, address=site.tensor.data_ptr()))
 
     # ---- reading --------------------------------------------------------------------------------------------------
-    def settle(self, frame: OpenFrame) -> None:
-        """Read what waits."""
+    def settle(self, frame: OpenFrame, at: str = "") -> None:
+        """Read what waits; ``at``: the part of the model that has ended, none at the end of all of it."""
         waiting, frame.waiting = frame.waiting, []
         errands, frame.errands = frame.errands, []
         frame.passed = frame.passed_bytes = 0
@@ -270,12 +276,14 @@ class Postponed:
         if elsewhere:
             kernels.follow(frame.stream)
         late = self._intact(frame, [site for site in waiting if site.first is None])
+        if at != _ROOM:
+            self._prove(frame, [site.name for site in late], at)
         if late and not self._together.record(frame, late):
             for site in late:
                 self._now(frame, site)
         for site in waiting:
             if site.first is not None:
-                self._again(frame, site, site.first, rows)
+                self._again(frame, site, site.first, rows, at)
         for errand in errands:
             self._run(frame, errand)
         if elsewhere:  # the memory of what waited may be given to others there from here on
@@ -304,6 +312,14 @@ class Postponed:
         """
         return not frame.early if frame.parts else frame.followed or not frame.ended
 
+    def _prove(self, frame: OpenFrame, names: list[str], at: str) -> None:
+        """Tell which sites are read where they were never compared: the part that should have ended was left out."""
+        twins = self._session.twins
+        for name in names:
+            if not twins.proven(frame.kind, name, at):
+                self.unproven.add(name)
+                twins.refuse(frame.kind, name, END)
+
     def _intact(self, frame: OpenFrame, sites: list[Waiting]) -> list[Waiting]:
         """The sites that can be read; tells which were written to since they were passed, as far as torch counts it.
 
@@ -319,7 +335,7 @@ class Postponed:
                 found.append(site)
         return found
 
-    def _again(self, frame: OpenFrame, site: Waiting, first: Pending, rows: FrameRows) -> None:
+    def _again(self, frame: OpenFrame, site: Waiting, first: Pending, rows: FrameRows, at: str) -> None:
         if site.tensor.data_ptr() != site.address:
             self._session.twins.refuse(frame.kind, site.name, END)
             return
@@ -327,4 +343,4 @@ class Postponed:
         assert view is not None, "it was read once"
         again = self._session.device_frame(frame).launch(flattened(view) if site.flatten else view, False)
         if again is not None:
-            frame.pairs.append(Pair(site.name, END, first, again, self._late_as_any(frame)))
+            frame.pairs.append(Pair(site.name, END, first, again, self._late_as_any(frame), at))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,11 @@ from zkl_debug.schema import U64
 RECHECK = 31
 #: Shapes of a kind of frame for which what is read later is compared: a program may go other ways for another shape.
 SHAPES = 8
+#: Equal readings it takes before a site of a forward that replays graphs is read later only: its memory may be that of
+#: a graph, and be written over by the next one but not by the one that came by then.
+AUDITS = 4
+#: Equal readings that prove nothing, after which a site is read when it is passed and not again.
+UNPROVEN = 16
 #: The second of a pair: the first as it is when it is read later.
 END = "what was read of it later"
 
@@ -55,6 +61,21 @@ class Reading:
         return tensor._version > self.version
 
 
+class Pair(NamedTuple):
+    """Two sites that saw the same memory, or a site and what was read of it later, and where both digests are.
+
+    ``proof``: whether that they are equal is a reason to read only one of them; that they are not always counts.
+    ``at``: the part of the model whose end the later one was read at.
+    """
+
+    first: str
+    second: str
+    a: Pending
+    b: Pending
+    proof: bool = True
+    at: str = ""
+
+
 @dataclass
 class Twins:
     """Pairs of sites by frame class (phase and whether a graph was replayed).
@@ -73,6 +94,8 @@ class Twins:
     _shown: dict[int, frozenset[str]] = field(default_factory=dict)  # the same, as it was told last
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _shapes: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # by phase, those that were judged
+    _equal: dict[tuple[tuple[int, str, str], bool], int] = field(default_factory=dict)  # readings, of proof and not
+    _places: dict[tuple[int, str], set[str]] = field(default_factory=dict)  # where sites were read later, and equal
 
     def trusted(self, phase: int, frame: int, first: str, second: str) -> bool:
         """Whether ``second`` may take the digests of ``first`` in this frame."""
@@ -103,27 +126,40 @@ class Twins:
         """Whether the two were once unequal."""
         return (phase, first, second) in self.refuted
 
-    def judge(
-        self, phase: int, first: str, second: str, a: U64, b: U64, *, proof: bool = True, fresh: bool = False
-    ) -> None:
-        """Both were read: remember whether they were equal; with ``proof`` false, only that they were not.
+    def proven(self, phase: int, site: str, at: str) -> bool:
+        """Whether what is read of a site here was equal to what was read when it was passed."""
+        return at in self._places.get((phase, site), ())
 
-        ``fresh``: it is the first frame of its shape, in which no site waited; earlier ones had shapes of their own.
+    def judge(self, phase: int, pair: Pair, a: U64, b: U64, *, fresh: bool = False, audits: int = 1) -> None:
+        """Both were read: remember whether they were equal.
+
+        Args:
+            phase: class of the frame.
+            pair: what was read.
+            a, b: the digests, uint64 [n, 2] each.
+            fresh: it is the first frame of its shape, in which no site waited; earlier ones had shapes of their own.
+            audits: equal readings it takes before one may stand for the other.
         """
-        pair = (phase, first, second)
+        key = (phase, pair.first, pair.second)
         equal = len(a) > 0 and np.array_equal(a, b)
         with self._lock:
-            if pair in self.refuted or (pair in self.known and equal):
+            if key in self.refuted:
                 return
             if not equal:
-                if pair in self.known and not (fresh and second == END):
-                    self.betrayed.add(pair)
-                self.refuse(*pair)
-            elif proof:
-                self.known.add(pair)
-                if second == END:
-                    self._until_end.setdefault(phase, set()).add(first)
+                if key in self.known and not (fresh and pair.second == END):
+                    self.betrayed.add(key)
+                self.refuse(*key)
+                return
+            count = self._equal[key, pair.proof] = self._equal.get((key, pair.proof), 0) + 1
+            if pair.proof and pair.second == END:
+                self._places.setdefault(key[:2], set()).add(pair.at)
+            if pair.proof and count >= audits and key not in self.known:
+                self.known.add(key)
+                if pair.second == END:
+                    self._until_end.setdefault(phase, set()).add(pair.first)
                     self._shown.pop(phase, None)
+            elif not pair.proof and count >= UNPROVEN and key not in self.known:
+                self.refuse(*key)
 
     def refuse(self, phase: int, first: str, second: str) -> None:
         """Never trust a pair again."""
