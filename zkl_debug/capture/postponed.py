@@ -261,7 +261,8 @@ class Postponed:
         if block.meta.name != site.name:
             twins.refuse(frame.kind, site.name, END)
         elif not twins.refuses(frame.kind, site.name, END):
-            frame.waiting.append(site._replace(first=block.pending, address=site.tensor.data_ptr()))
+            version, address = _version(site.tensor), site.tensor.data_ptr()
+            frame.waiting.append(site._replace(version=version, address=address, first=block.pending))
 
     # ---- reading --------------------------------------------------------------------------------------------------
     def settle(self, frame: OpenFrame, at: str = "") -> None:
@@ -281,9 +282,9 @@ class Postponed:
         if late and not self._together.record(frame, late):
             for site in late:
                 self._now(frame, site)
-        for site in waiting:
-            if site.first is not None:
-                self._again(frame, site, site.first, rows, at)
+        again = [s for s in waiting if s.first is not None and self._again(frame, s, s.first, rows, at)]
+        if again:
+            self._together.prepare(frame, again)
         for errand in errands:
             self._run(frame, errand)
         if elsewhere:  # the memory of what waited may be given to others there from here on
@@ -335,12 +336,14 @@ class Postponed:
                 found.append(site)
         return found
 
-    def _again(self, frame: OpenFrame, site: Waiting, first: Pending, rows: FrameRows, at: str) -> None:
-        if site.tensor.data_ptr() != site.address:
+    def _again(self, frame: OpenFrame, site: Waiting, first: Pending, rows: FrameRows, at: str) -> bool:
+        """Read a site again that was read when it was passed; whether it may turn out to be the same."""
+        if site.tensor.data_ptr() != site.address or _version(site.tensor) != site.version:
             self._session.twins.refuse(frame.kind, site.name, END)
-            return
+            return False
         view = resolve(site.tensor, rows, site.layout)
         assert view is not None, "it was read once"
         again = self._session.device_frame(frame).launch(flattened(view) if site.flatten else view, False)
         if again is not None:
             frame.pairs.append(Pair(site.name, END, first, again, self._late_as_any(frame), at))
+        return again is not None

@@ -99,9 +99,29 @@ class Together:
 
     def record(self, frame: OpenFrame, sites: Sequence[Waiting]) -> bool:
         """Record sites; False where it must be done one by one."""
+        worked, which, unique = self._find(frame, sites)
+        if worked is None or any(not worked.names.isdisjoint(seen) for seen in (frame.seen, *frame.replayed_names)):
+            return False
+        found = self._read(frame, worked, unique)
+        if found is None:
+            return False
+        frame.seen.update(dict.fromkeys(worked.names, 1))
+        frame.deferred.append(Several(worked, [found[at] for at in which]))
+        return True
+
+    def prepare(self, frame: OpenFrame, sites: Sequence[Waiting]) -> None:
+        """Work out what sites take that were recorded already, for the first frame in which they wait."""
+        worked, _, unique = self._find(frame, sites)
+        if worked is None:
+            return
+        shared = {pair.second for pair in frame.pairs}
+        self._launch(worked, unique, tuple(at for at, site in enumerate(unique) if site.name not in shared))
+
+    def _find(self, frame: OpenFrame, sites: Sequence[Waiting]) -> tuple[Worked | None, list[int], list[Waiting]]:
+        """What the sites take, of each the index of the tensor it sees, and the first site of each tensor."""
         device = sites[0].tensor.get_device()
         if len(sites) > _MOST or any(site.tensor.get_device() != device for site in sites):
-            return False
+            return None, [], []
         # Sites of one memory are one reading: what each saw is what is there now.
         first: dict[tuple[int, Any], int] = {}
         kinds: list[Any] = []
@@ -120,15 +140,7 @@ class Together:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[key] = self._work_out(frame, sites, unique)
-        worked = self._known[key]
-        if worked is None or any(not worked.names.isdisjoint(seen) for seen in (frame.seen, *frame.replayed_names)):
-            return False
-        found = self._read(frame, worked, unique)
-        if found is None:
-            return False
-        frame.seen.update(dict.fromkeys(worked.names, 1))
-        frame.deferred.append(Several(worked, [found[at] for at in which]))
-        return True
+        return self._known[key], which, unique
 
     def _read(self, frame: OpenFrame, worked: Worked, unique: Sequence[Waiting]) -> list[Pending] | None:
         """Where the digests of each tensor are or will be; None where it cannot be told."""
@@ -140,10 +152,8 @@ class Together:
                 found[at] = earlier
         read = tuple(at for at in range(len(unique)) if at not in found)
         if read:
+            launch = self._launch(worked, unique, read)
             tensors, entries = [unique[at].tensor for at in read], [worked.entries[at] for at in read]
-            if read not in worked.launches:
-                worked.launches[read] = self._launch(tensors, entries)
-            launch = worked.launches[read]
             made = None if launch is None else self._issue(frame, launch, tensors, entries)
             if made is None:
                 return None
@@ -168,11 +178,19 @@ class Together:
             start += count
         return made
 
-    def _launch(self, tensors: Sequence[torch.Tensor], entries: Sequence[Entry]) -> Launch | None:
-        lanes = [
-            replace(entry.lanes, address=tensor.data_ptr()) for tensor, entry in zip(tensors, entries, strict=True)
-        ]
-        return self._session.kernels.several(lanes, [entry.dest for entry in entries], [e.count for e in entries])
+    def _launch(self, worked: Worked, unique: Sequence[Waiting], read: tuple[int, ...]) -> Launch | None:
+        """What reads some of the tensors."""
+        if not read:
+            return None
+        if read not in worked.launches:
+            entries = [worked.entries[at] for at in read]
+            lanes = [
+                replace(entry.lanes, address=unique[at].tensor.data_ptr())
+                for at, entry in zip(read, entries, strict=True)
+            ]
+            dests, counts = [entry.dest for entry in entries], [entry.count for entry in entries]
+            worked.launches[read] = self._session.kernels.several(lanes, dests, counts)
+        return worked.launches[read]
 
     def _work_out(self, frame: OpenFrame, sites: Sequence[Waiting], unique: Sequence[Waiting]) -> Worked | None:
         entries = [self._entry(frame, site) for site in sites]
