@@ -75,7 +75,7 @@ class Blocks(nn.Module):
         self.table = torch.arange(100 * WIDTH, dtype=torch.float32).view(100, WIDTH)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.table[input_ids.T]
+        x = self.table[input_ids.T].contiguous()  # as it comes, its rows would be those of input_ids
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)  # type: ignore[no-any-return]

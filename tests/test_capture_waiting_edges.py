@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from graph_fakes import WIDTH, Model, copy_to, digests, rows_of, steps_of, warmup, watched
-from test_capture_waiting import Blocks, Scale, batches, moved, same, score, watching
+from graph_fakes import WIDTH, FakeKernels, Model, copy_to, digests, rows_of, steps_of, warmup, watched
+from test_capture_waiting import Blocks, Scale, batches, issued, moved, same, score, watching
 from torch import nn
 
 from zkl_debug.capture import postponed
@@ -344,3 +344,46 @@ def test_readings_that_prove_nothing_are_not_made_for_ever(tmp_path: Path) -> No
         capture.session.flush()
     capture.__exit__(None, None, None)
     assert waiting == [1] * UNPROVEN + [0] * (40 - UNPROVEN)
+
+
+def test_a_site_that_has_to_be_read_by_itself_leaves_the_others_together(tmp_path: Path) -> None:
+    """A tensor that cannot be seen as rows without a copy is read so; what waits with it is one launch."""
+    steps = batches(10)
+    found = {}
+    for folder, options in (("a", {"at_once": True}), ("b", {})):
+        model = Blocks()
+        capture = watching(tmp_path / folder, model, **options)
+        alone = torch.arange(5 * 2 * WIDTH, dtype=torch.float32).view(WIDTH, 2, 5).permute(2, 1, 0)
+        model.blocks[1].attn.register_forward_hook(
+            lambda *_, c=capture, t=alone: c.record("layers.1.attn/turned:out.0", t)
+        )
+        launches = issued(capture)
+        for tokens in steps:
+            score(model, capture, tokens)
+            capture.session.flush()
+        capture.__exit__(None, None, None)
+        found[folder] = launches[-8:]
+    assert same(tmp_path / "a", tmp_path / "b")
+    assert sorted(found["b"]) == [1, 2, 2, 2, 2, 2, 2, 2]
+
+
+def test_what_sites_take_is_worked_out_before_they_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the frame that compares their readings; the first in which they wait only issues."""
+    made: list[int] = []
+    several = FakeKernels.several
+
+    def counted(self: FakeKernels, views: Any, dests: Any, counts: Any) -> Any:
+        made.append(len(views))
+        return several(self, views, dests, counts)
+
+    monkeypatch.setattr(FakeKernels, "several", counted)
+    model = Blocks()
+    capture = watching(tmp_path / "c", model)
+    sizes = []
+    for tokens in batches(4):
+        score(model, capture, tokens)
+        capture.session.flush()
+        sizes.append(len(made))
+    capture.__exit__(None, None, None)
+    assert sizes == [7] * 4
+    assert made == [2] * 7

@@ -279,9 +279,8 @@ class Postponed:
         late = self._intact(frame, [site for site in waiting if site.first is None])
         if at != _ROOM:
             self._prove(frame, [site.name for site in late], at)
-        if late and not self._together.record(frame, late):
-            for site in late:
-                self._now(frame, site)
+        for site in self._together.record(frame, late):
+            self._now(frame, site)
         again = [s for s in waiting if s.first is not None and self._again(frame, s, s.first, rows, at)]
         if again:
             self._together.prepare(frame, again)

@@ -97,25 +97,37 @@ class Together:
         self._known: dict[Any, Worked | None] = {}
         self._entries: dict[Any, Entry | None] = {}
 
-    def record(self, frame: OpenFrame, sites: Sequence[Waiting]) -> bool:
-        """Record sites; False where it must be done one by one."""
-        worked, which, unique = self._find(frame, sites)
+    def record(self, frame: OpenFrame, sites: Sequence[Waiting]) -> list[Waiting]:
+        """Record sites; returns those that must be recorded one by one."""
+        fit, rest = self._sorted(frame, sites)
+        if not fit:
+            return rest
+        worked, which, unique = self._find(frame, fit)
         if worked is None or any(not worked.names.isdisjoint(seen) for seen in (frame.seen, *frame.replayed_names)):
-            return False
+            return list(sites)
         found = self._read(frame, worked, unique)
         if found is None:
-            return False
+            return list(sites)
         frame.seen.update(dict.fromkeys(worked.names, 1))
         frame.deferred.append(Several(worked, [found[at] for at in which]))
-        return True
+        return rest
 
     def prepare(self, frame: OpenFrame, sites: Sequence[Waiting]) -> None:
         """Work out what sites take that were recorded already, for the first frame in which they wait."""
-        worked, _, unique = self._find(frame, sites)
+        fit, _ = self._sorted(frame, sites)
+        worked, _, unique = self._find(frame, fit) if fit else (None, [], [])
         if worked is None:
             return
         shared = {pair.second for pair in frame.pairs}
         self._launch(worked, unique, tuple(at for at, site in enumerate(unique) if site.name not in shared))
+
+    def _sorted(self, frame: OpenFrame, sites: Sequence[Waiting]) -> tuple[list[Waiting], list[Waiting]]:
+        """The sites that can be worked out, and those that cannot."""
+        fit: list[Waiting] = []
+        rest: list[Waiting] = []
+        for site in sites:
+            (rest if self._entry(frame, site) is None else fit).append(site)
+        return fit, rest
 
     def _find(self, frame: OpenFrame, sites: Sequence[Waiting]) -> tuple[Worked | None, list[int], list[Waiting]]:
         """What the sites take, of each the index of the tensor it sees, and the first site of each tensor."""
