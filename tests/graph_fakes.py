@@ -68,6 +68,16 @@ class FakeExecutable:
             step()
 
 
+def lanes_at(view: LaneView, address: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The lanes of a tensor like the one of a view, int32 [rows, lanes]."""
+    inner = view.inner if 0 < view.inner < view.lanes else view.lanes
+    groups, apart = view.lanes // inner, view.group_stride if inner < view.lanes else 0
+    count = (view.rows - 1) * view.stride + (groups - 1) * apart + inner
+    raw = np.frombuffer((ctypes.c_int32 * count).from_address(address), np.int32)
+    strides = (4 * view.stride, 4 * apart, 4)
+    return np.lib.stride_tricks.as_strided(raw, (view.rows, groups, inner), strides).reshape(view.rows, view.lanes)
+
+
 def copy_to(to: torch.Tensor, value: torch.Tensor) -> None:
     to.copy_(value)
 
@@ -162,8 +172,7 @@ class FakeKernels(Kernels):
         def launch(addresses: Sequence[int], out: int) -> bool:
             at = out
             for view, address, dest, count in zip(views, addresses, dests, counts, strict=True):
-                raw = (ctypes.c_int32 * (view.rows * view.lanes)).from_address(address)
-                digests = digest_array(np.frombuffer(raw, np.int32).reshape(view.rows, view.lanes))
+                digests = digest_array(lanes_at(view, address))
                 if dest is not None:
                     placed = np.zeros((count, 2), np.uint64)
                     placed[dest[dest >= 0].numpy()] = digests[(dest >= 0).numpy()]
