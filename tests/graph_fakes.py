@@ -270,8 +270,9 @@ def warmup() -> FrameRows:
     return warmup_rows((4, 1))
 
 
-def recorded_model(model: Model, folder: Path) -> Capture:
-    capture = watched(model, folder)
+def recorded_model(model: Model, folder: Path, **options: Any) -> Capture:
+    """A capture that has seen the model's graph recorded."""
+    capture = watched(model, folder, **options)
     capture.next_rows(warmup())
     model.use_graph = True
     model(torch.zeros(1, 4, dtype=torch.int64))

@@ -15,6 +15,7 @@ from graph_fakes import (
     Model,
     call,
     digests,
+    recorded_model,
     rows_of,
     warmup,
     watched,
@@ -66,10 +67,7 @@ def test_replays_give_what_eager_frames_give_padding_dropped_and_recording_not_c
 
 def test_a_site_is_read_once_only_while_nothing_was_recorded_in_between(tmp_path: Path) -> None:
     model = Model()
-    capture = watched(model, tmp_path / "c")
-    capture.next_rows(warmup())
-    model.use_graph = True
-    model(torch.zeros(1, 4, dtype=torch.int64))
+    capture = recorded_model(model, tmp_path / "c")
     watch = capture.session.graphs
     assert watch is not None
     call(model, capture, [5, 6], graph=True)
@@ -122,10 +120,7 @@ def test_sites_of_one_hook_go_out_in_one_launch_and_hold_what_launches_of_their_
 
 def test_two_replays_in_one_frame_are_two_occurrences(tmp_path: Path) -> None:
     model = Model()
-    capture = watched(model, tmp_path / "c")
-    capture.next_rows(warmup())
-    model.use_graph = True
-    model(torch.zeros(1, 4, dtype=torch.int64))
+    capture = recorded_model(model, tmp_path / "c")
     assert model.graph is not None
     call(model, capture, [5, 6], graph=True)
     model.static.copy_(model.static + 1)

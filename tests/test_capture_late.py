@@ -20,7 +20,6 @@ from graph_fakes import (
     recorded_model,
     rows_of,
     steps_of,
-    warmup,
     watched,
 )
 
@@ -78,10 +77,7 @@ def test_a_graph_of_the_whole_model_is_replayed_lightly_too(tmp_path: Path) -> N
 
 def test_at_once_means_at_once(tmp_path: Path) -> None:
     model = Model()
-    capture = watched(model, tmp_path / "c", at_once=True)
-    capture.next_rows(warmup())
-    model.use_graph = True
-    model(torch.zeros(1, 4, dtype=torch.int64))
+    capture = recorded_model(model, tmp_path / "c", at_once=True)
     assert model.graph is not None
     assert not model.graph.kept
     for tokens in steps_of(60):

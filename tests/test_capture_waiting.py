@@ -10,7 +10,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from graph_fakes import WIDTH, FakeKernels, Model, call, copy_to, digests, rows_of, steps_of, warmup, watched
+from graph_fakes import (
+    WIDTH,
+    FakeKernels,
+    Model,
+    call,
+    copy_to,
+    digests,
+    recorded_model,
+    rows_of,
+    steps_of,
+    watched,
+)
 from torch import nn
 
 from zkl_debug.capture import postponed
@@ -304,10 +315,7 @@ def test_what_follows_the_model_waits_for_the_next_forward(overwritten: bool, tm
     """A site whose buffer the program writes over before that is read at once."""
     steps = steps_of(50)
     model = Model()
-    capture = watched(model, tmp_path / "c")
-    capture.next_rows(warmup())
-    model.use_graph = True
-    model(torch.zeros(1, 4, dtype=torch.int64))
+    capture = recorded_model(model, tmp_path / "c")
     made: list[int] = []
     sampled = torch.zeros(4, WIDTH)
     waited = 0
@@ -340,10 +348,7 @@ def test_what_is_read_one_by_one_goes_to_the_frame_it_was_passed_in(
     """Where a set of sites cannot be one launch, and another frame is open by then."""
     monkeypatch.setattr(FakeKernels, "several", lambda *_: None)
     model, steps = Model(), steps_of(40)
-    capture = watched(model, tmp_path / "c")
-    capture.next_rows(warmup())
-    model.use_graph = True
-    model(torch.zeros(1, 4, dtype=torch.int64))
+    capture = recorded_model(model, tmp_path / "c")
     for tokens in steps:
         capture.next_rows(sketch(tokens, []))
         model(torch.tensor([tokens]))
@@ -356,10 +361,7 @@ def test_what_is_read_one_by_one_goes_to_the_frame_it_was_passed_in(
 
 def test_a_frame_that_is_finished_late_keeps_its_place_and_its_event(tmp_path: Path) -> None:
     model = Model()
-    capture = watched(model, tmp_path / "c")
-    capture.next_rows(warmup())
-    model.use_graph = True
-    model(torch.zeros(1, 4, dtype=torch.int64))
+    capture = recorded_model(model, tmp_path / "c")
     made: list[int] = []
     for number, tokens in enumerate(steps_of(12)):
         if number == 5:
@@ -387,10 +389,7 @@ def test_a_frame_that_is_finished_late_keeps_its_place_and_its_event(tmp_path: P
 def test_frames_are_read_out_in_time_whatever_is_read_at_once(tmp_path: Path) -> None:
     """A step that reads a site before the one before it is finished has its digests beside that one's."""
     model = Model()
-    capture = watched(model, tmp_path / "c")
-    capture.next_rows(warmup())
-    model.use_graph = True
-    model(torch.zeros(1, 4, dtype=torch.int64))
+    capture = recorded_model(model, tmp_path / "c")
     batches_of = []
     submit = capture.session.read_out.submit
 
@@ -418,10 +417,7 @@ def test_frames_are_read_out_in_time_whatever_is_read_at_once(tmp_path: Path) ->
 
 def test_rows_of_a_request_filter_are_looked_at_before_the_forward(tmp_path: Path) -> None:
     model = Model()
-    capture = watched(model, tmp_path / "c", requests=1)
-    capture.next_rows(warmup())
-    model.use_graph = True
-    model(torch.zeros(1, 4, dtype=torch.int64))
+    capture = recorded_model(model, tmp_path / "c", requests=1)
     made: list[int] = []
     capture.next_rows(sketch([1, 2, 3], made))
     handle = model.layers[0].register_forward_pre_hook(lambda *_: made.append(-1))

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from graph_fakes import WIDTH, FakeKernels, Model, copy_to, digests, rows_of, steps_of, warmup, watched
+from graph_fakes import WIDTH, FakeKernels, Model, copy_to, digests, recorded_model, rows_of, steps_of
 from test_capture_waiting import Blocks, Scale, batches, issued, moved, same, score, watching
 from torch import nn
 
@@ -30,15 +30,6 @@ from zkl_debug.store.rest import rest_path
 BEHIND = "logprobs/log_softmax:out.0"
 
 
-def generating(model: Model, folder: Path, **options: Any) -> Capture:
-    """A capture that has seen the model's graph recorded."""
-    capture = watched(model, folder, **options)
-    capture.next_rows(warmup())
-    model.use_graph = True
-    model(torch.zeros(1, 4, dtype=torch.int64))
-    return capture
-
-
 def step(model: Model, capture: Capture, tokens: list[int], sample: int = 0) -> torch.Tensor:
     """A decode step of a graph, keyed by a sketch; returns what follows the model."""
 
@@ -55,7 +46,7 @@ def step(model: Model, capture: Capture, tokens: list[int], sample: int = 0) -> 
 def test_a_frame_that_was_put_aside_keeps_sites_that_cannot_be_read_together(tmp_path: Path) -> None:
     """Where a device has no launch for many, each is read by itself: into its own frame, not into the one that runs."""
     model, steps = Model(), steps_of(12)
-    capture = generating(model, tmp_path / "c")
+    capture = recorded_model(model, tmp_path / "c")
     capture.session.kernels.several = lambda *_: None  # type: ignore[method-assign]
     for number, tokens in enumerate(steps):
         capture.record(BEHIND, step(model, capture, tokens))
@@ -88,7 +79,7 @@ def test_a_site_that_grows_beyond_what_may_wait_is_read_at_once(
 def test_a_frame_that_no_forward_followed_is_no_proof(ended: str, tmp_path: Path) -> None:
     """Read before anything could write over them, its sites were the same: not so those of one that is read later."""
     model, steps = Model(), steps_of(20)
-    capture = generating(model, tmp_path / "c")
+    capture = recorded_model(model, tmp_path / "c")
     ends: dict[str, Callable[[], None]] = {
         "flush": capture.session.flush,
         "event": lambda: capture.event("step", {}),
@@ -114,7 +105,7 @@ def test_a_frame_that_no_forward_followed_is_no_proof(ended: str, tmp_path: Path
 def test_occurrences_of_a_site_keep_their_order(how: str, tmp_path: Path) -> None:
     """Also where the first waits and the second may not: refused by the thread that judges, or on another stream."""
     model, steps = Model(), steps_of(8)
-    capture = generating(model, tmp_path / "c")
+    capture = recorded_model(model, tmp_path / "c")
     for tokens in steps[:-1]:
         capture.record(BEHIND, step(model, capture, tokens))
         if tokens is steps[3]:
@@ -137,7 +128,7 @@ def test_occurrences_of_a_site_keep_their_order(how: str, tmp_path: Path) -> Non
 def test_a_frame_before_one_that_is_left_out_is_finished_first(tmp_path: Path) -> None:
     """Nobody sees the end of a forward that runs none of the wanted requests, nor what it writes over."""
     model, steps = Model(), steps_of(14)
-    capture = generating(model, tmp_path / "c", requests=1)
+    capture = recorded_model(model, tmp_path / "c", requests=1)
     sampled = torch.zeros(4, WIDTH)
     for number, tokens in enumerate(steps):
         logits = step(model, capture, tokens, sample=int(number % 4 == 0 and number > 7))
@@ -155,7 +146,7 @@ def test_a_frame_before_one_that_is_left_out_is_finished_first(tmp_path: Path) -
 @pytest.mark.parametrize("how", ["never", "counted", "moved"])
 def test_labels_that_wait_tell_what_is_written_before_they_are_read(how: str, tmp_path: Path) -> None:
     model, steps = Model(), steps_of(12)
-    capture = generating(model, tmp_path / "c")
+    capture = recorded_model(model, tmp_path / "c")
     capture.session.kernels.takes = lambda tensor: tensor is not None  # type: ignore[method-assign]
     every = np.arange(4)
     writes: dict[str, Callable[[torch.Tensor], object]] = {"never": torch.clone, "counted": torch.neg_, "moved": moved}
@@ -208,7 +199,7 @@ class Beside(Model):
 def test_a_module_beside_a_graph_of_it_has_its_name_in_every_frame(tmp_path: Path) -> None:
     """Whether it waits or not, what ran by itself is the first occurrence, and the graph the second."""
     model, steps = Beside(), steps_of(12)
-    capture = generating(model, tmp_path / "c")
+    capture = recorded_model(model, tmp_path / "c")
     for tokens in steps:
         step(model, capture, tokens)
         capture.session.flush()
@@ -239,7 +230,7 @@ def test_a_capture_at_rest_tells_what_was_written_before_it_was_read(tmp_path: P
 def test_frames_of_a_long_generation_are_read_out_while_it_runs(tmp_path: Path) -> None:
     """Also where each has something on the device when the one before it is finished."""
     model = Beside()
-    capture = generating(model, tmp_path / "c")
+    capture = recorded_model(model, tmp_path / "c")
     most = 0
     for tokens in steps_of(120):
         step(model, capture, tokens)
@@ -272,7 +263,7 @@ def test_what_was_read_early_for_its_size_is_no_proof_for_shorter_frames(
 
 def test_a_forward_that_is_not_observed_writes_over_nothing_that_waits(tmp_path: Path) -> None:
     model, steps = Model(), steps_of(16)
-    capture = generating(model, tmp_path / "c")
+    capture = recorded_model(model, tmp_path / "c")
     session, sampled = capture.session, torch.zeros(4, WIDTH)
     for number, tokens in enumerate(steps):
         session.enabled = number != 10
@@ -335,7 +326,7 @@ def test_behind_a_model_of_graphs_one_equal_reading_is_not_enough(bucket: int, a
 def test_readings_that_prove_nothing_are_not_made_for_ever(tmp_path: Path) -> None:
     """Where every step is written before the next one runs, none shows what the next one writes over."""
     model = Model()
-    capture = generating(model, tmp_path / "c")
+    capture = recorded_model(model, tmp_path / "c")
     waiting = []
     for tokens in steps_of(40):
         capture.record(BEHIND, step(model, capture, tokens))

@@ -145,19 +145,18 @@ class OpenFrame:
         """Digests of a view on its device; those of the tensor's last site where the two are known to be one."""
         assert self.device is not None
         key = memory_key(source, view.take, int(view.tensor.shape[0])) if source is not None else None
-        made: Pending | None = None
-        if key is not None and source is not None and not payload:
-            made = self.known(key, source, name, twins)
+        if key is None or source is None:
+            return self.device.launch(view, payload)
+        made = None if payload else self.known(key, source, name, twins)
+        made = made or self.device.launch(view, payload)
         if made is None:
-            made = self.device.launch(view, payload)
-        if made is not None and key is not None and source is not None:
-            earlier = self._earlier(key, source)
-            if earlier is not None and not twins.refuses(self.kind, earlier.site, name):
-                if made is not earlier.pending:
-                    self.pairs.append(Pair(earlier.site, name, earlier.pending, made))
-                self.remember(key, replace(earlier, tensor=source, version=source._version))
-            else:
-                self.remember(key, Reading(source, source._version, name, made))
+            return None
+        earlier = self._earlier(key, source)
+        same = earlier is not None and not twins.refuses(self.kind, earlier.site, name)
+        if earlier is not None and same and made is not earlier.pending:
+            self.pairs.append(Pair(earlier.site, name, earlier.pending, made))
+        kept = earlier.pending if earlier is not None and same else made
+        self.remember(key, Reading(source, source._version, name, kept))
         return made
 
     def known(self, key: Key, tensor: torch.Tensor, name: str, twins: Twins) -> Pending | None:

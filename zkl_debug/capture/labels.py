@@ -39,23 +39,19 @@ class LateLabels(Deferred):
 
     Attributes:
         parents: row of each, shape [m].
-        used: label that was used for each, int64 [m] on the host; there once the frame's copies are done.
         intended: see :data:`Intended`.
         sites: what is recorded on these rows.
-        unmatched: keep candidates whose log-prob is that of no known label; the label that was used is then -1.
     """
 
     parents: NDArray[np.integer]
-    used: torch.Tensor
     intended: Intended
     sites: tuple[LateSite, ...]
-    unmatched: bool = False
 
     def blocks(self, frame: OpenFrame, parts: list[U64]) -> list[SiteBlock]:
         """The sites; adds the label rows to the frame. Candidates without a label are left out."""
         rows = frame.rows.rows
         label, flags = self.intended(rows)
-        keep = np.flatnonzero((label >= 0) & ((self.used.numpy() >= 0) | self.unmatched))
+        keep = np.flatnonzero(label >= 0)
         if len(keep) == 0:
             return []
         index = (frame.n_rows + np.arange(len(keep))).astype(np.uint32)
@@ -78,8 +74,6 @@ def record_late_labels(
     used: torch.Tensor,
     selected: torch.Tensor,
     intended: Intended,
-    host: torch.Tensor | None = None,
-    unmatched: bool = False,
 ) -> bool:
     """:meth:`CaptureSession.record_labels` while labels and log-probs are on a device, without waiting for them.
 
@@ -87,11 +81,9 @@ def record_late_labels(
         session: the session with an open frame.
         label_site: site of the selected log-prob.
         parents: rows of the frame, shape [m].
-        used: label that was used for each, int64 [m], negative where there is none.
+        used: label that was used for each, int64 [m], -1 where the log-prob is that of no known label.
         selected: log-probs, float32 [m].
         intended: called when the frame is filed, with its row table.
-        host: ``used`` on the host, if :meth:`CaptureSession.to_host` has copied it already.
-        unmatched: see :class:`LateLabels`.
 
     Returns:
         False where labels must be recorded at once: on a CPU, or under forcing.
@@ -109,8 +101,7 @@ def record_late_labels(
         if pending is None:
             return False
         sites.append(LateSite(session.meta_of(session.occurrence(frame, name), view, SiteKind.TAP, semantic), pending))
-    known = host if host is not None else session.to_host(used)
-    frame.deferred.append(LateLabels(np.asarray(parents), known, intended, tuple(sites), unmatched))
+    frame.deferred.append(LateLabels(np.asarray(parents), intended, tuple(sites)))
     return True
 
 

@@ -212,7 +212,7 @@ class CaptureSession:
 
     def device_frame(self, frame: OpenFrame) -> DeviceFrame:
         """What the frame and those read out with it have on the device; made when first asked for."""
-        return frame.device if frame.device is not None else self.read_out.device_frame(frame)
+        return self.read_out.device_frame(frame)
 
     # ---- sites ----------------------------------------------------------------------------------------------------
     def wants(self, name: str) -> bool:

@@ -28,9 +28,9 @@ _MOST_KNOWN = 512
 Launch = Callable[[Sequence[int], int], bool]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
-    """How tensors of one kind are read, in frames whose rows lie in the same slots.
+    """How tensors of one kind are read, in frames whose rows lie in the same slots; there is one of each kind.
 
     Attributes:
         lanes: how, but for the address; it keeps no tensor.
@@ -100,9 +100,7 @@ class Together:
     def record(self, frame: OpenFrame, sites: Sequence[Waiting]) -> list[Waiting]:
         """Record sites; returns those that must be recorded one by one."""
         fit, rest = self._sorted(frame, sites)
-        if not fit:
-            return rest
-        worked, which, unique = self._find(frame, fit)
+        worked, which, unique = self._find(fit)
         if worked is None or any(not worked.names.isdisjoint(seen) for seen in (frame.seen, *frame.replayed_names)):
             return list(sites)
         found = self._read(frame, worked, unique)
@@ -115,43 +113,42 @@ class Together:
     def prepare(self, frame: OpenFrame, sites: Sequence[Waiting]) -> None:
         """Work out what sites take that were recorded already, for the first frame in which they wait."""
         fit, _ = self._sorted(frame, sites)
-        worked, _, unique = self._find(frame, fit) if fit else (None, [], [])
+        worked, _, unique = self._find(fit)
         if worked is None:
             return
         shared = {pair.second for pair in frame.pairs}
         self._launch(worked, unique, tuple(at for at, site in enumerate(unique) if site.name not in shared))
 
-    def _sorted(self, frame: OpenFrame, sites: Sequence[Waiting]) -> tuple[list[Waiting], list[Waiting]]:
-        """The sites that can be worked out, and those that cannot."""
-        fit: list[Waiting] = []
+    def _sorted(self, frame: OpenFrame, sites: Sequence[Waiting]) -> tuple[list[tuple[Waiting, Entry]], list[Waiting]]:
+        """The sites that can be worked out, and how each is read; and those that cannot."""
+        fit: list[tuple[Waiting, Entry]] = []
         rest: list[Waiting] = []
         for site in sites:
-            (rest if self._entry(frame, site) is None else fit).append(site)
+            entry = self._entry(frame, site)
+            if entry is None:
+                rest.append(site)
+            else:
+                fit.append((site, entry))
         return fit, rest
 
-    def _find(self, frame: OpenFrame, sites: Sequence[Waiting]) -> tuple[Worked | None, list[int], list[Waiting]]:
+    def _find(self, sites: Sequence[tuple[Waiting, Entry]]) -> tuple[Worked | None, list[int], list[Waiting]]:
         """What the sites take, of each the index of the tensor it sees, and the first site of each tensor."""
-        device = sites[0].tensor.get_device()
-        if len(sites) > _MOST or any(site.tensor.get_device() != device for site in sites):
+        if not 0 < len(sites) <= _MOST or len({entry.lanes.owner.get_device() for _, entry in sites}) > 1:
             return None, [], []
         # Sites of one memory are one reading: what each saw is what is there now.
-        first: dict[tuple[int, Any], int] = {}
-        kinds: list[Any] = []
+        first: dict[tuple[int, Entry], int] = {}
         which: list[int] = []
         unique: list[Waiting] = []
-        for site in sites:
-            tensor = site.tensor
-            kind = (tensor.shape, tensor.stride(), tensor.dtype, site.layout, site.flatten)
-            at = first.setdefault((tensor.data_ptr(), kind), len(unique))
+        for site, entry in sites:
+            at = first.setdefault((site.tensor.data_ptr(), entry), len(unique))
             if at == len(unique):
                 unique.append(site)
             which.append(at)
-            kinds.append((site.name, kind))
-        key = (frame.rows.geometry, device, tuple(which), tuple(kinds))
+        key = (tuple(which), tuple((site.name, entry) for site, entry in sites))
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = self._work_out(frame, sites, unique)
+            self._known[key] = self._work_out(sites, [entry for _, entry in first])
         return self._known[key], which, unique
 
     def _read(self, frame: OpenFrame, worked: Worked, unique: Sequence[Waiting]) -> list[Pending] | None:
@@ -204,21 +201,12 @@ class Together:
             worked.launches[read] = self._session.kernels.several(lanes, dests, counts)
         return worked.launches[read]
 
-    def _work_out(self, frame: OpenFrame, sites: Sequence[Waiting], unique: Sequence[Waiting]) -> Worked | None:
-        entries = [self._entry(frame, site) for site in sites]
-        names = frozenset(site.name for site in sites)
+    def _work_out(self, sites: Sequence[tuple[Waiting, Entry]], read: Sequence[Entry]) -> Worked | None:
+        names = frozenset(site.name for site, _ in sites)
         if len(names) < len(sites):
             return None
-        metas, rows, read = [], [], []
-        for site, entry in zip(sites, entries, strict=True):
-            if entry is None:
-                return None
-            meta = self._session.meta_for(site.name, entry.dtype, entry.row_shape, site.kind, site.semantic)
-            metas.append(meta)
-            rows.append(entry.row)
-            if any(site is other for other in unique):
-                read.append(entry)
-        return Worked(tuple(metas), names, tuple(rows), tuple(read))
+        metas = [self._session.meta_for(s.name, e.dtype, e.row_shape, s.kind, s.semantic) for s, e in sites]
+        return Worked(tuple(metas), names, tuple(entry.row for _, entry in sites), tuple(read))
 
     def _entry(self, frame: OpenFrame, site: Waiting) -> Entry | None:
         """How a tensor is read; None where it must go the long way."""

@@ -60,18 +60,19 @@ def _add_request(capture: Capture, adapter: MegatronAdapter, function: Callable[
     return tapped
 
 
-def _processed(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
-    def record(port: str, tensor: torch.Tensor) -> None:
-        name = f"{LOG_SOFTMAX}:{port}"
-        if _active(capture) and not capture.session.postponed.waits(name, tensor, SiteKind.TAP, "log_softmax"):
-            with capture.session.guarded(LOG_SOFTMAX):
-                capture.session.record(name, tensor, semantic="log_softmax")
+def _log_softmax(capture: Capture, port: str, tensor: torch.Tensor, layout: str = "") -> None:
+    name = f"{LOG_SOFTMAX}:{port}"
+    if _active(capture) and not capture.session.postponed.waits(name, tensor, SiteKind.TAP, "log_softmax", layout):
+        with capture.session.guarded(LOG_SOFTMAX):
+            capture.session.record(name, tensor, semantic="log_softmax", layout=layout)
 
+
+def _processed(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def tapped(context: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        record("in.0", logits)
+        _log_softmax(capture, "in.0", logits)
         result = function(context, logits, *args, **kwargs)
-        record("out.0", result)
+        _log_softmax(capture, "out.0", result)
         return result
 
     return tapped
@@ -108,13 +109,9 @@ def _score_forward(capture: Capture, adapter: MegatronAdapter, function: Callabl
 def _score_log_softmax(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def tapped(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _active(capture):
-            with capture.session.guarded(LOG_SOFTMAX):
-                capture.session.record(f"{LOG_SOFTMAX}:in.0", logits, semantic="log_softmax", layout="bs")
+        _log_softmax(capture, "in.0", logits, "bs")
         result = function(logits, *args, **kwargs)
-        if _active(capture):
-            with capture.session.guarded(LOG_SOFTMAX):
-                capture.session.record(f"{LOG_SOFTMAX}:out.0", result, semantic="log_softmax", layout="bs")
+        _log_softmax(capture, "out.0", result, "bs")
         return result
 
     return tapped
