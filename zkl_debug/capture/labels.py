@@ -14,6 +14,7 @@ from zkl_debug.capture.device import Pending, payload_bits
 from zkl_debug.capture.frame import Deferred, OpenFrame
 from zkl_debug.capture.layout import RowView
 from zkl_debug.capture.rows import label_rows
+from zkl_debug.digest import digest_array
 from zkl_debug.schema import U64, SiteBlock, SiteKind, SiteMeta
 
 if TYPE_CHECKING:
@@ -49,15 +50,11 @@ class LateLabels(Deferred):
 
     def blocks(self, frame: OpenFrame, parts: list[U64]) -> list[SiteBlock]:
         """The sites; adds the label rows to the frame. Candidates without a label are left out."""
-        rows = frame.rows.rows
-        label, flags = self.intended(rows)
+        label, flags = self.intended(frame.rows.rows)
         keep = np.flatnonzero(label >= 0)
         if len(keep) == 0:
             return []
-        index = (frame.n_rows + np.arange(len(keep))).astype(np.uint32)
-        made = label_rows(rows[self.parents[keep]], label[keep])
-        made["flags"] |= flags[keep].astype(np.uint32)
-        frame.labels.append(made)
+        index = add_label_rows(frame, self.parents[keep], label[keep], flags[keep])
         found = []
         for site in self.sites:
             at = site.pending
@@ -103,6 +100,58 @@ def record_late_labels(
         sites.append(LateSite(session.meta_of(session.occurrence(frame, name), view, SiteKind.TAP, semantic), pending))
     frame.deferred.append(LateLabels(np.asarray(parents), intended, tuple(sites)))
     return True
+
+
+def add_label_rows(
+    frame: OpenFrame, parents: NDArray[np.integer], label: NDArray[np.integer], flags: NDArray[Any]
+) -> NDArray[np.uint32]:
+    """Add label rows to a frame that is being filed.
+
+    Args:
+        frame: the frame.
+        parents: indices into its rows, shape [n].
+        label: label token of each, shape [n].
+        flags: flags to add to each, shape [n].
+
+    Returns:
+        Where they are in the frame's table, shape [n].
+    """
+    index = (frame.n_rows + np.arange(len(label))).astype(np.uint32)
+    made = label_rows(frame.rows.rows[parents], label)
+    made["flags"] |= flags.astype(np.uint32)
+    frame.labels.append(made)
+    return index
+
+
+def label_metas(
+    session: CaptureSession, frame: OpenFrame, label_site: str, labels: torch.Tensor, selected: torch.Tensor
+) -> tuple[SiteMeta | None, SiteMeta | None]:
+    """Metas of the label's site and of the log-prob's, None where it is not wanted."""
+    none = np.zeros(0, np.uint32)  # the rows are known when the frame is filed
+
+    def meta(name: str, tensor: torch.Tensor, semantic: str) -> SiteMeta | None:
+        if not session.wants(name):
+            return None
+        view = RowView(tensor, None, none, ())
+        return session.meta_of(session.occurrence(frame, name), view, SiteKind.TAP, semantic)
+
+    return meta(LABEL, labels, "label"), meta(label_site, selected, "selected")
+
+
+def label_blocks(
+    metas: tuple[SiteMeta | None, SiteMeta | None],
+    index: NDArray[np.uint32],
+    labels: NDArray[np.int64],
+    selected: NDArray[np.int32],
+    payload: bool,
+) -> list[SiteBlock]:
+    """The two sites, of labels [n] and the bits of float32 log-probs [n]; ``payload``: with their values."""
+    bits: tuple[NDArray[Any], NDArray[Any]] = labels.view(np.uint64)[:, None], selected.view(np.uint32)[:, None]
+    return [
+        SiteBlock(meta, index, digest_array(row), row if payload else None)
+        for meta, row in zip(metas, bits, strict=True)
+        if meta is not None
+    ]
 
 
 def make_label_rows(

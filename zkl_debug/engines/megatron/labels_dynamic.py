@@ -15,11 +15,8 @@ from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Pending, to_device
 from zkl_debug.capture.frame import Deferred, OpenFrame
-from zkl_debug.capture.labels import LABEL, make_label_rows, record_late_labels
-from zkl_debug.capture.layout import RowView
-from zkl_debug.capture.rows import label_rows
-from zkl_debug.digest import digest_array
-from zkl_debug.schema import U64, RowFlag, SiteBlock, SiteKind, SiteMeta
+from zkl_debug.capture.labels import add_label_rows, label_blocks, label_metas, make_label_rows, record_late_labels
+from zkl_debug.schema import U64, RowFlag, SiteBlock, SiteMeta
 
 if TYPE_CHECKING:
     from zkl_debug.capture.api import Capture
@@ -57,21 +54,11 @@ class DecodeLabels(Deferred):
         keep = np.flatnonzero((sampled >= 0) & (value == found))
         if len(keep) == 0:
             return []
-        index = (frame.n_rows + np.arange(len(keep))).astype(np.uint32)
-        made = label_rows(frame.rows.rows[step.keyed[keep]], sampled[keep])
         assert step.prompt_len is not None
         generated = step.position[keep] + 1 >= step.prompt_len[keep]
-        made["flags"] |= np.where(generated, np.uint32(RowFlag.GENERATED), np.uint32(0))
-        frame.labels.append(made)
-        blocks = []
-        bits: tuple[NDArray[Any], NDArray[Any]] = (
-            sampled.view(np.uint64)[keep, None],
-            value.view(np.uint32)[keep, None],
-        )
-        for meta, row in zip(self.metas, bits, strict=True):
-            if meta is not None:
-                blocks.append(SiteBlock(meta, index, digest_array(row), row if self.payload else None))
-        return blocks
+        flags = np.where(generated, np.uint32(RowFlag.GENERATED), np.uint32(0))
+        index = add_label_rows(frame, step.keyed[keep], sampled[keep], flags)
+        return label_blocks(self.metas, index, sampled[keep], value[keep], self.payload)
 
 
 def record_decode(
@@ -102,13 +89,8 @@ def record_decode(
         return session.device_frame(frame).fetch_words(words)
 
     def file(pending: Pending) -> None:
-        index = np.zeros(n, np.uint32)
-        metas = []
-        for name, tensor, semantic in ((LABEL, new_tokens, "label"), (SELECTED, selected, "selected")):
-            view = RowView(tensor, None, index, ())
-            named = session.occurrence(frame, name) if session.wants(name) else ""
-            metas.append(session.meta_of(named, view, SiteKind.TAP, semantic) if named else None)
-        frame.deferred.append(DecodeLabels(step, pending, (metas[0], metas[1]), payload))
+        metas = label_metas(session, frame, SELECTED, new_tokens, selected)
+        frame.deferred.append(DecodeLabels(step, pending, metas, payload))
 
     session.postponed.later(frame, SELECTED, issue, file, (new_tokens, selected, log_probs))
     return True

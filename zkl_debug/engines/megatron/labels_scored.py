@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Pending
 from zkl_debug.capture.frame import Deferred, OpenFrame
-from zkl_debug.capture.labels import LABEL
-from zkl_debug.capture.layout import RowView
-from zkl_debug.capture.rows import FrameRows, label_rows
-from zkl_debug.digest import digest_array
+from zkl_debug.capture.labels import add_label_rows, label_blocks, label_metas
+from zkl_debug.capture.rows import FrameRows
 from zkl_debug.engines.megatron.labels_dynamic import SELECTED
-from zkl_debug.schema import U64, SiteBlock, SiteKind, SiteMeta
+from zkl_debug.schema import U64, SiteBlock, SiteMeta
 
 if TYPE_CHECKING:
     from zkl_debug.capture.session import CaptureSession
@@ -61,21 +59,12 @@ class ScoredLabels(Deferred):
         words = parts[at.part][at.start : at.start + at.rows].reshape(-1).view(np.int32)
         parents, places = label_places(frame.rows, self.width)
         used, value = words[: 2 * count].view(np.int64)[places], words[2 * count : 3 * count][places]
-        table = frame.rows.rows
-        label, flags = (each[parents] for each in self.following(table, frame.rows))
+        label, flags = (each[parents] for each in self.following(frame.rows.rows, frame.rows))
         keep = np.flatnonzero((label >= 0) & (used >= 0))
         if len(keep) == 0:
             return []
-        index = (frame.n_rows + np.arange(len(keep))).astype(np.uint32)
-        made = label_rows(table[parents[keep]], label[keep])
-        made["flags"] |= flags[keep].astype(np.uint32)
-        frame.labels.append(made)
-        bits: tuple[NDArray[Any], NDArray[Any]] = used.view(np.uint64)[keep, None], value.view(np.uint32)[keep, None]
-        return [
-            SiteBlock(meta, index, digest_array(row), row if self.payload else None)
-            for meta, row in zip(self.metas, bits, strict=True)
-            if meta is not None
-        ]
+        index = add_label_rows(frame, parents[keep], label[keep], flags[keep])
+        return label_blocks(self.metas, index, used[keep], value[keep], self.payload)
 
 
 def record_scored(session: CaptureSession, labels: torch.Tensor, result: torch.Tensor, following: Following) -> bool:
@@ -90,14 +79,9 @@ def record_scored(session: CaptureSession, labels: torch.Tensor, result: torch.T
         return False
     if labels.shape[0] != frame.rows.grid[1]:
         return False
-    none = np.zeros(0, np.uint32)
-    metas: list[SiteMeta | None] = []
-    for name, tensor, semantic in ((LABEL, labels, "label"), (SELECTED, result, "selected")):
-        view = RowView(tensor, None, none, ())
-        wanted = session.wants(name)
-        metas.append(session.meta_of(session.occurrence(frame, name), view, SiteKind.TAP, semantic) if wanted else None)
+    metas = label_metas(session, frame, SELECTED, labels, result)
     words = [tensor.detach().reshape(-1).view(torch.int32) for tensor in (labels, result)]
     pending = session.device_frame(frame).fetch_words(words)
     payload = session.options.level == "payload"
-    frame.deferred.append(ScoredLabels(pending, int(labels.shape[1]), following, (metas[0], metas[1]), payload))
+    frame.deferred.append(ScoredLabels(pending, int(labels.shape[1]), following, metas, payload))
     return True
