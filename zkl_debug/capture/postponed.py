@@ -272,23 +272,30 @@ class Postponed:
         frame.passed = frame.passed_bytes = 0
         if not (waiting or errands):
             return
-        rows = self._session.rows_of(frame)
         elsewhere, kernels = self._elsewhere(frame), self._session.kernels
         if elsewhere:
             kernels.follow(frame.stream)
-        late = self._intact(frame, [site for site in waiting if site.first is None])
-        if at != _ROOM:
-            self._prove(frame, [site.name for site in late], at)
-        for site in self._together.record(frame, late):
-            self._now(frame, site)
-        again = [s for s in waiting if s.first is not None and self._again(frame, s, s.first, rows, at)]
-        if again:
-            self._together.prepare(frame, again)
+        if waiting and (elsewhere or not self._follow(frame, waiting, at)):
+            self._read(frame, waiting, at)
         for errand in errands:
             self._run(frame, errand)
         if elsewhere:  # the memory of what waited may be given to others there from here on
             kernels.settle()
             kernels.lead(frame.stream)
+
+    def _follow(self, frame: OpenFrame, waiting: list[Waiting], at: str) -> bool:
+        return self._together.follow(frame, waiting, at, self._session.geometry_of(frame))
+
+    def _read(self, frame: OpenFrame, waiting: list[Waiting], at: str) -> None:
+        rows = self._session.rows_of(frame)
+        late = self._intact(frame, [site for site in waiting if site.first is None])
+        if at != _ROOM:
+            self._prove(frame, [site.name for site in late], at)
+        for site in self._together.record(frame, late, None if at == _ROOM else at):
+            self._now(frame, site)
+        again = [s for s in waiting if s.first is not None and self._again(frame, s, s.first, rows, at)]
+        if again:
+            self._together.prepare(frame, again)
 
     def _run(self, frame: OpenFrame, errand: Errand) -> None:
         name, issue, file, marks, first = errand

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zkl_debug.digest import prefix_digests
+from zkl_debug.errors import ProbeError
 from zkl_debug.schema import FRAME_DTYPE, ROW_DTYPE, Phase, RowFlag
 
 I64 = NDArray[np.int64]
@@ -128,6 +129,7 @@ class Sketch:
         n_rows: how many rows it has, 0 only when it has none.
         make: works them out; called once, before the forward has ended.
         step, weight_version: what the rows are given, but a step of their own.
+        places: rows of two sketches for which this is equal lie in the same slots; None where nothing tells.
     """
 
     phase: Phase
@@ -136,12 +138,14 @@ class Sketch:
     make: Callable[[], FrameRows]
     step: int = -1
     weight_version: int = 0
+    places: Hashable | None = None
     warmup: ClassVar[bool] = False
 
     def then(self, change: Callable[[FrameRows], FrameRows]) -> Sketch:
         """The sketch of what becomes of the rows."""
         make = self.make
-        return Sketch(self.phase, self.graph, self.n_rows, lambda: change(make()), self.step, self.weight_version)
+        kept = self.step, self.weight_version, self.places
+        return Sketch(self.phase, self.graph, self.n_rows, lambda: change(make()), *kept)
 
     def rows(self) -> FrameRows:
         """The rows."""
@@ -181,13 +185,33 @@ class Geometries:
     def __init__(self, most: int = 8) -> None:
         self._known: list[Geometry] = []
         self._most = most
+        self._of_places: dict[Hashable, Geometry] = {}
 
-    def share(self, rows: FrameRows) -> None:
-        """Give a frame its geometry, and with it the cache of earlier frames of the same."""
-        found = next((known for known in self._known if known.fits(rows)), None)
+    def of(self, rows: FrameRows | Sketch) -> Geometry | None:
+        """The geometry of the rows of a frame, where that is known without them."""
+        return self._of_places.get(rows.places) if isinstance(rows, Sketch) and rows.places is not None else None
+
+    def share(self, rows: FrameRows, places: Hashable | None = None) -> None:
+        """Give a frame its geometry, and with it the cache of earlier frames of the same.
+
+        Args:
+            rows: of the frame.
+            places: as those of its :class:`Sketch`.
+
+        Raises:
+            ProbeError: the rows lie elsewhere than ``places`` told, by which some may have been read already.
+        """
+        told = None if places is None else self._of_places.get(places)
+        if told is not None and not told.fits(rows):
+            raise ProbeError(f"rows of a forward are not where they were told to be: {places}")
+        found = told or next((known for known in self._known if known.fits(rows)), None)
         if found is None:
             found = Geometry.of(rows)
             self._known = [found, *self._known[: self._most - 1]]
+        if places is not None and told is None:
+            if len(self._of_places) >= self._most:
+                self._of_places.clear()
+            self._of_places[places] = found
         rows.geometry, rows.cache = found, found.cache
 
 

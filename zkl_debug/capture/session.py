@@ -26,7 +26,7 @@ from zkl_debug.capture.options import CaptureOptions, FirstRequests
 from zkl_debug.capture.postponed import Postponed, Waiting
 from zkl_debug.capture.readout import ReadOut
 from zkl_debug.capture.repeats import Repeats
-from zkl_debug.capture.rows import FrameRows, Geometries, Sketch
+from zkl_debug.capture.rows import FrameRows, Geometries, Geometry, Sketch
 from zkl_debug.capture.twins import Twins
 from zkl_debug.capture.viewing import ShardOf, digest_view, sharded, with_shard
 from zkl_debug.digest_torch import digest_tensor
@@ -153,10 +153,14 @@ class CaptureSession:
 
     def rows_of(self, frame: OpenFrame) -> FrameRows:
         """The rows of a frame, worked out now if they were not yet."""
-        rows = frame.rows
+        given, rows = frame.given, frame.rows
         if rows.geometry is None and not rows.warmup:
-            self._geometries.share(rows)
+            self._geometries.share(rows, given.places if isinstance(given, Sketch) else None)
         return rows
+
+    def geometry_of(self, frame: OpenFrame) -> Geometry | None:
+        """Where the rows of a frame lie; known before they are, where they lie as those of one before it."""
+        return self._geometries.of(frame.given) or self.rows_of(frame).geometry
 
     def end_frame(self) -> None:
         """Write the open frame, if any; a warm-up is dropped."""

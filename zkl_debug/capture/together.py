@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from zkl_debug.capture.device import Pending
 from zkl_debug.capture.frame import Deferred, OpenFrame
 from zkl_debug.capture.layout import I64, dtype_name, flattened, resolve
+from zkl_debug.capture.rows import Geometry
+from zkl_debug.capture.script import Script
 from zkl_debug.capture.twins import Reading, memory_key
 from zkl_debug.lanes import LaneView, lane_view
 from zkl_debug.schema import U64, SiteBlock, SiteMeta
@@ -96,9 +98,21 @@ class Together:
         self._session = session
         self._known: dict[Any, Worked | None] = {}
         self._entries: dict[Any, Entry | None] = {}
+        self._scripts: dict[tuple[int, str, int, str, Geometry | None], Script] = {}
 
-    def record(self, frame: OpenFrame, sites: Sequence[Waiting]) -> list[Waiting]:
-        """Record sites; returns those that must be recorded one by one."""
+    def follow(self, frame: OpenFrame, sites: Sequence[Waiting], at: str, geometry: Geometry | None) -> bool:
+        """Record sites as others like them were the last time ``at`` this part of a model; whether that was done."""
+        script = self._scripts.get((frame.kind, at, len(sites), sites[0].name, geometry))
+        return script is not None and script.follow(self._session, frame, sites)
+
+    def record(self, frame: OpenFrame, sites: Sequence[Waiting], at: str | None) -> list[Waiting]:
+        """Record sites; returns those that must be recorded one by one.
+
+        Args:
+            frame: their frame.
+            sites: all that are read now.
+            at: the part of the model that has ended, None where it is only its turn to be read.
+        """
         fit, rest = self._sorted(frame, sites)
         worked, which, unique = self._find(fit)
         if worked is None or any(not worked.names.isdisjoint(seen) for seen in (frame.seen, *frame.replayed_names)):
@@ -108,7 +122,22 @@ class Together:
             return list(sites)
         frame.seen.update(dict.fromkeys(worked.names, 1))
         frame.deferred.append(Several(worked, [found[at] for at in which]))
+        if at is not None and not rest:
+            self._remember(frame, sites, at, worked, which)
         return rest
+
+    def _remember(
+        self, frame: OpenFrame, sites: Sequence[Waiting], at: str, worked: Worked, which: Sequence[int]
+    ) -> None:
+        """Keep what was done, where every tensor was read and every site may be read here."""
+        launch, geometry = worked.launches.get(tuple(range(len(worked.entries)))), frame.rows.geometry
+        proven = all(self._session.twins.proven(frame.kind, name, at) for name in worked.names)
+        if launch is None or geometry is None or not proven:
+            return
+        if len(self._scripts) >= _MOST_KNOWN:
+            self._scripts.clear()
+        script = Script.of(sites, worked, which, launch)
+        self._scripts[frame.kind, at, len(sites), sites[0].name, geometry] = script
 
     def prepare(self, frame: OpenFrame, sites: Sequence[Waiting]) -> None:
         """Work out what sites take that were recorded already, for the first frame in which they wait."""

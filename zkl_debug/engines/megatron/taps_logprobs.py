@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from zkl_debug.capture.labels import make_label_rows
 from zkl_debug.capture.rows import FrameRows, Sketch
-from zkl_debug.engines.megatron.frames import scoring_rows
+from zkl_debug.engines.megatron.frames import scoring_places, scoring_rows
 from zkl_debug.engines.megatron.labels_dynamic import SELECTED, record_decode, record_dynamic
 from zkl_debug.engines.megatron.labels_scored import label_places, record_scored
 from zkl_debug.schema import Phase, RowFlag, SiteKind
@@ -98,9 +98,8 @@ def _score_forward(capture: Capture, adapter: MegatronAdapter, function: Callabl
     def tapped(model: Any, mb: Any, *args: Any, **kwargs: Any) -> Any:
         if capture.session.enabled and model is capture.model:
             with capture.session.guarded("scoring rows"):
-                capture.next_rows(
-                    Sketch(Phase.SCORE, -1, sum(mb.lengths), lambda: scoring_rows(mb, adapter.prompt_lens))
-                )
+                make = functools.partial(scoring_rows, mb, adapter.prompt_lens)
+                capture.next_rows(Sketch(Phase.SCORE, -1, sum(mb.lengths), make, places=scoring_places(mb)))
         return function(model, mb, *args, **kwargs)
 
     return tapped
