@@ -18,7 +18,7 @@ from zkl_debug.capture.twins import AUDITS, END, Key, Pair, Reading, Twins, memo
 from zkl_debug.schema import U64, SiteBlock, SiteMeta
 
 if TYPE_CHECKING:
-    from zkl_debug.capture.graphs import Plan
+    from zkl_debug.capture.graph_plans import Plan
     from zkl_debug.capture.postponed import Errand, Waiting
 
 _TWIN_KEEP = 24  # tensors kept alive for the next hooks of the same frame

@@ -26,7 +26,7 @@ from zkl_debug.schema import U64
 if TYPE_CHECKING:
     from zkl_debug.capture.device import Kernels
     from zkl_debug.capture.graph_edit import Executable
-    from zkl_debug.capture.graphs import GraphSite, Plan
+    from zkl_debug.capture.graph_plans import GraphSite, Plan
 
 #: Replays, and rows of them, whose two readings are compared.
 AUDITS, AUDITED_ROWS = 4, 64
