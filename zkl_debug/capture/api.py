@@ -377,6 +377,8 @@ class Capture:
         session = self.session
         session.path.clear()
         session.in_forward = False
+        if session.graphs is not None:
+            session.graphs.handing = None
         if session.enabled and session.frame is not None:
             with session.guarded("model:out"):
                 session.forward_ended()

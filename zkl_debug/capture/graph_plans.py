@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 #: A copy of what is read out, and a row of it.
 Place = tuple[int, int]
+#: A row of memory, of which the identity is told.
+Row = tuple[int, int]
+
+
+#: A reading that was made twice: whose, a row of the first, and where the two are.
+Double = tuple["LateReadings", int, Place, Place]
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class Plan:
         fresh: by memory, the sites read since anything but digests was recorded: what they read is as it was.
         late: second readings, None where there are none.
         light: what is launched in its place between rechecks, once that is known to do.
+        base: of the plan of such a light one, the plan of the graph itself.
+        needs: of the same, readings of the graph that must be replayed next, for it reads what this one leaves unread.
     """
 
     owner: object
@@ -54,6 +62,13 @@ class Plan:
     fresh: dict[object, GraphSite] = field(default_factory=dict)
     late: LateReadings | None = None
     light: Light | None = None
+    base: Plan | None = None
+    needs: LateReadings | None = None
+
+    @property
+    def recorded(self) -> LateReadings | None:
+        """The second readings of the graph, or of the one that a light one was made of."""
+        return self.late if self.base is None else self.base.late
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,9 @@ class Reading:
         names: names of the sites.
         rows: numbers of rows that occur.
         payload: whether any site has one.
-        doubles: readings that were made twice: whose, the row of the first, and where the two are, as in ``places``.
+        doubles: readings that were made twice.
+        handed: second readings that the graph replayed next made once more.
+        astray: what a graph left to the next one was left to another than that.
     """
 
     sites: tuple[GraphSite, ...]
@@ -89,41 +106,73 @@ class Reading:
     names: frozenset[str]
     rows: set[int]
     payload: bool
-    doubles: tuple[tuple[LateReadings, int, Place, Place], ...]
+    doubles: tuple[Double, ...]
+    handed: tuple[Double, ...]
+    astray: bool
     plans: tuple[Plan, ...]  # alive as long as their ids are keys
 
     @classmethod
     def of(cls, plans: list[Plan]) -> Reading:
         """The reading of graphs in the order of their replay."""
+        behind = [*(plan.recorded for plan in plans[1:]), None]
+        for plan, late in zip(plans, behind, strict=True):
+            if plan.late is not None and plan.late.taker is not late:
+                plan.late.forsake()
         sites = tuple(site for plan in plans for site in plan.sites)
-        wanted: dict[int, tuple[torch.Tensor, dict[int, int]]] = {}  # by memory: rows of each reading by its first
-        for plan in plans:
-            for site in plan.sites:
-                of = wanted.setdefault(id(site.arena), (site.arena, {}))[1]
-                of[site.start] = site.rows
-                if plan.late is not None and site.start in plan.late.rows:
-                    of[plan.late.rows[site.start]] = site.rows
-        copies, at = [], {}
-        for number, (memory, of) in enumerate(wanted.values()):
-            starts = sorted(of)
-            offsets = np.cumsum([0, *(of[start] for start in starts)])
-            at.update({(id(memory), start): (number, int(off)) for start, off in zip(starts, offsets, strict=False)})
-            if starts[-1] + of[starts[-1]] - starts[0] == offsets[-1]:
-                copies.append(Copied(memory[starts[0] : starts[0] + int(offsets[-1])], None))
-            else:
-                rows = np.concatenate([np.arange(start, start + of[start]) for start in starts])
-                copies.append(Copied(memory, to_device(rows, memory.device)))
-        places = tuple(at[id(site.arena), site.start] for site in sites)
-        doubles = []
+        copies, at = _copies(plans)
+        doubles, handed = [], []
         for plan in plans:
             late = plan.late
             for start, memory in {s.start: s.arena for s in plan.sites}.items():
-                if late is not None and start in late.rows:
-                    doubles.append((late, start, at[id(memory), start], at[id(memory), late.rows[start]]))
-        names = frozenset(site.name for site in sites)
-        payload = any(site.payload is not None for site in sites)
-        row_counts = {s.rows for s in sites}
-        return cls(sites, tuple(copies), places, names, row_counts, payload, tuple(doubles), tuple(plans))
+                if late is None or start not in late.rows:
+                    continue
+                second = late.rows[start]
+                doubles.append((late, start, at[id(memory), start], at[id(memory), second]))
+                if late.taker is not None and second in late.handed:
+                    third = at[id(late.taker.arena), late.handed[second]]
+                    handed.append((late, second, at[id(memory), second], third))
+        return cls(
+            sites,
+            copies,
+            tuple(at[id(site.arena), site.start] for site in sites),
+            frozenset(site.name for site in sites),
+            {site.rows for site in sites},
+            any(site.payload is not None for site in sites),
+            tuple(doubles),
+            tuple(handed),
+            any(plan.needs is not None and plan.needs is not late for plan, late in zip(plans, behind, strict=True)),
+            tuple(plans),
+        )
+
+
+def _copies(plans: list[Plan]) -> tuple[tuple[Copied, ...], dict[Row, Place]]:
+    """What is copied to read the sites of graphs, and where each reading is then."""
+    wanted: dict[int, tuple[torch.Tensor, dict[int, int]]] = {}  # by memory: rows of each reading by its first
+    for plan in plans:
+        late = plan.late
+        for site in plan.sites:
+            of = wanted.setdefault(id(site.arena), (site.arena, {}))[1]
+            of[site.start] = site.rows
+            if late is None or site.start not in late.rows:
+                continue
+            second = late.rows[site.start]
+            of[second] = site.rows
+            if late.taker is not None and second in late.handed:
+                arena = late.taker.arena
+                wanted.setdefault(id(arena), (arena, {}))[1][late.handed[second]] = site.rows
+    copies, at = [], {}
+    for number, (memory, of) in enumerate(wanted.values()):
+        starts = sorted(of)
+        first, end, total = starts[0], starts[-1] + of[starts[-1]], sum(of.values())
+        if end - first <= 2 * total:
+            copies.append(Copied(memory[first:end], None))
+            at.update({(id(memory), start): (number, start - first) for start in starts})
+        else:
+            rows = np.concatenate([np.arange(start, start + of[start]) for start in starts])
+            copies.append(Copied(memory, to_device(rows, memory.device)))
+            offsets = np.cumsum([0, *(of[start] for start in starts)])
+            at.update({(id(memory), start): (number, int(off)) for start, off in zip(starts, offsets, strict=False)})
+    return tuple(copies), at
 
 
 @dataclass(frozen=True)
@@ -159,6 +208,8 @@ class Replay(Deferred):
             return
         for late, start, first, second in doubles:
             late.compare(start, *(self._part(parts, place)[self.slot] for place in (first, second)))
+        for late, at, second, third in self.reading.handed:
+            late.compare_handed(at, *(self._part(parts, place)[self.slot] for place in (second, third)))
         for late in {id(late): late for late, *_ in doubles}.values():
             late.count(len(self.slot))
 

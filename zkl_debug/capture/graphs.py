@@ -21,10 +21,11 @@ import torch
 from zkl_debug.capture.device import Kernels
 from zkl_debug.capture.frame import OpenFrame
 from zkl_debug.capture.graph_plans import GraphSite, Plan, Reading, Replay
-from zkl_debug.capture.late import Arena, LateReadings, Light, Templates, ends_part, generators, written_behind
+from zkl_debug.capture.late import Arena, Held, LateReadings, Light, Templates, ends_part, generators, written_behind
 from zkl_debug.capture.layout import RowView, resolve
 from zkl_debug.capture.rows import FrameRows, warmup_rows
 from zkl_debug.capture.twins import RECHECK
+from zkl_debug.errors import ProbeError
 from zkl_debug.schema import Json, SiteMeta
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class GraphWatch:
         self.sizes: set[int] = set()
         self.left_out = self.read_at_once = 0
         self.refused = ""
+        #: Of the graph recorded last in the running forward: its readings, and what was read at its end.
+        self.handing: tuple[LateReadings, dict[object, Held]] | None = None
         self._arena: Arena | None = None
         self._templates: Templates | None = None
         self._settled: list[tuple[LateReadings, list[GraphSite]]] = []
@@ -85,6 +88,7 @@ class GraphWatch:
                         session.end_frame()  # nothing of an earlier frame may be read out into the recording
                     self._prepare()
                     self.recording = Plan(self, late=self._late(graph))
+                    self._hand_on(self.recording)
             return original(graph, *args, **kwargs)
 
         return capture_begin
@@ -92,10 +96,11 @@ class GraphWatch:
     def _end(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            plan = self.recording
+            plan, session = self.recording, self.session
             if plan is not None and plan.late is not None:
-                with self.session.guarded("graph:end"):
-                    plan.late.flush(self.kernels)
+                with session.guarded("graph:end"):
+                    held = plan.late.end(self.kernels)
+                    self.handing = (plan.late, held) if held and session.in_forward else None
             self.recording = None
             result = original(graph, *args, **kwargs)
             if self._templates is not None:
@@ -158,6 +163,12 @@ class GraphWatch:
             return None
         return LateReadings(self._arena.memory, self._arena.take_late)
 
+    def _hand_on(self, plan: Plan) -> None:
+        """Have what was read at the end of the graph before read once more by this one."""
+        handing, self.handing = self.handing, None
+        if handing is not None and plan.late is not None and self.session.in_forward:
+            plan.late.adopt(*handing)
+
     def _settle(self, graph: Any, plan: Plan, late: LateReadings, repeatable: bool) -> None:
         """Make a graph without the launches that second readings stand for."""
         late.tried = True  # whatever comes of it
@@ -168,7 +179,7 @@ class GraphWatch:
             made, self.refused = None, str(error)
         if made is not None:
             executable, nodes = made
-            plan.light = Light(executable, Plan(self, late.settled(plan.sites, nodes), plan.slots), late)
+            plan.light = Light(executable, late.settled(plan, nodes), late)
             self.left_out += len(nodes)
             self._settled.append((late, plan.sites))
         self.read_at_once += len({site.start for site in plan.sites} - late.trusted)
@@ -286,6 +297,11 @@ class GraphWatch:
         if key not in self._readings:
             self._readings[key] = Reading.of(plans)
         reading = self._readings[key]
+        if reading.astray:
+            raise ProbeError(
+                "CUDA graphs were replayed in another order than in the frames before, in which each read the output "
+                "of the one before it; capture with --at-once (at_once=True), which does not rely on the order"
+            )
         if not reading.names.isdisjoint(frame.names):  # named as if they had not waited
             self.session.postponed.settle(frame)
         device = self.session.device_frame(frame)
@@ -310,9 +326,7 @@ class GraphWatch:
 
     def betrayed(self) -> list[str]:
         """Sites whose readings turned out to be unequal after one of them had been given up."""
-        return sorted(
-            {s.name for late, sites in self._settled if late.betrayed for s in sites if s.start in late.written}
-        )
+        return sorted({s.name for late, sites in self._settled if late.betrayed for s in sites if late.unequal(s)})
 
     # ---- report ---------------------------------------------------------------------------------------------------
     def summary(self, eager: set[str], graphed: set[str]) -> dict[str, Json]:

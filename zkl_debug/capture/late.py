@@ -8,6 +8,10 @@ rows carry both readings, and they are compared bit by bit. Then a second execut
 without the first readings of the tensors that were the same both times, and launched in place of the graph; in every
 frame whose number is a multiple of :data:`~zkl_debug.capture.twins.RECHECK` the graph itself is replayed and its two
 readings are compared again. The graph of the program is neither recorded again nor changed.
+
+What is read where a graph ends, such as the output of a layer, is read a third time by the first launch of the graph
+that is recorded next. Where that was the same too, the launch at the end is left out with the others. Then the next
+graph has to be replayed next, which is looked at in every frame.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
     from zkl_debug.capture.device import Kernels
     from zkl_debug.capture.graph_edit import Executable
     from zkl_debug.capture.graph_plans import GraphSite, Plan
+
+#: A tensor, how many rows of it are read, and to which row of the memory of digests.
+Held = tuple[torch.Tensor, int, int]
 
 #: Replays, and rows of them, whose two readings are compared.
 AUDITS, AUDITED_ROWS = 4, 64
@@ -92,6 +99,12 @@ class LateReadings:
         audited, audited_rows: replays that were compared, and rows.
         trusted: rows of first readings that are left out between rechecks.
         tried: whether :meth:`settled` was.
+        last: node of the launch at the end of the graph; 0 when there is none, or it is not known.
+        last_rows: rows of the readings it makes.
+        taker: readings of the graph that makes them once more.
+        handed: by such a row, that of the reading there.
+        apart: of these, those that were unequal.
+        relied: whether the launch at the end is left out.
     """
 
     arena: torch.Tensor
@@ -103,7 +116,14 @@ class LateReadings:
     audited_rows: int = 0
     trusted: frozenset[int] = frozenset()
     tried: bool = False
-    _waiting: dict[object, tuple[torch.Tensor, int, int]] = field(default_factory=dict)
+    last: int = 0
+    last_rows: frozenset[int] = frozenset()
+    taker: LateReadings | None = None
+    handed: dict[int, int] = field(default_factory=dict)
+    apart: set[int] = field(default_factory=set)
+    relied: bool = False
+    _waiting: dict[object, Held] = field(default_factory=dict)
+    _adopted: tuple[LateReadings, dict[object, Held]] | None = None
     _unplaced: list[int] = field(default_factory=list)
 
     @property
@@ -137,19 +157,55 @@ class LateReadings:
         """Whether no more fit into a launch."""
         return len(self._waiting) >= _MOST
 
-    def flush(self, kernels: Kernels) -> bool:
-        """Record the second readings that wait; whether there were any."""
+    def flush(self, kernels: Kernels) -> int:
+        """Record the second readings that wait; the number of launches."""
+        if self._waiting:
+            self._take_over()
         waiting, self._waiting = self._waiting, {}
         jobs = [kernels.job(t, rows, self.arena, start, None, clear=False) for t, rows, start in waiting.values()]
-        if jobs:
-            kernels.issue(jobs)
-        return bool(jobs)
+        return kernels.issue(jobs) if jobs else 0
+
+    def end(self, kernels: Kernels) -> dict[object, Held]:
+        """The recording ends: :meth:`flush`, and what was read by that, for the next graph to read once more."""
+        self._adopted = None  # what the last launch reads may be left to the graph behind it
+        waiting = self._waiting
+        launches = self.flush(kernels)
+        node = kernels.moment() if launches == 1 else None
+        if node is None or len(node) != 1:
+            return {}
+        self.last, self.last_rows = node[0], frozenset(at for _, _, at in waiting.values())
+        return waiting
+
+    def adopt(self, giver: LateReadings, waiting: dict[object, Held]) -> None:
+        """Have tensors that the graph before read at its end read once more by the first launch of this one."""
+        self._adopted = giver, waiting
+
+    def _take_over(self) -> None:
+        adopted, self._adopted = self._adopted, None
+        if adopted is None:
+            return
+        giver, held = adopted
+        if len(self._waiting.keys() | held.keys()) > _MOST:
+            return
+        for memory, (tensor, rows, at) in held.items():
+            if memory not in self._waiting:
+                own = self.take(rows)
+                if own is None:
+                    return
+                self._waiting[memory] = (tensor, rows, own)
+            giver.handed[at] = self._waiting[memory][2]
+        giver.taker = self
 
     # ---- afterwards -----------------------------------------------------------------------------------------------
     def compare(self, start: int, first: U64, second: U64) -> None:
         """Judge the two readings of a tensor in one replay, uint64 [n, 2] each, rows without meaning left out."""
         if not np.array_equal(first, second):
             self.written.add(start)
+
+    def compare_handed(self, at: int, second: U64, third: U64) -> None:
+        """:meth:`compare` for the reading of the next graph."""
+        if not np.array_equal(second, third):
+            self.apart.add(at)
 
     def count(self, rows: int) -> None:
         """A replay of so many rows was compared."""
@@ -160,17 +216,36 @@ class LateReadings:
         """Nodes none of whose tensors was written to before its second reading."""
         kept = {self.nodes.get(start, 0) for start in self.written}
         kept |= {node for start, node in self.nodes.items() if start not in self.rows} | {0}
-        return [node for node in dict.fromkeys(self.nodes.values()) if node not in kept]
+        gone = [node for node in dict.fromkeys(self.nodes.values()) if node not in kept]
+        spared = self.taker is not None and self.last and not self.apart and self.last_rows <= self.handed.keys()
+        return [*gone, self.last] if spared else gone
 
     @property
     def betrayed(self) -> bool:
         """Whether a later replay had unequal readings of a tensor that is read once between rechecks."""
-        return not self.trusted.isdisjoint(self.written)
+        return not self.trusted.isdisjoint(self.written) or (self.relied and bool(self.apart))
 
-    def settled(self, sites: list[GraphSite], gone: set[int]) -> list[GraphSite]:
-        """The sites as they are read once these nodes are gone."""
+    def unequal(self, site: GraphSite) -> bool:
+        """Whether readings of a site were."""
+        return site.start in self.written or self.rows.get(site.start) in self.apart
+
+    def forsake(self) -> None:
+        """The next graph was not replayed next, before anything rested on that."""
+        if not self.relied:
+            self.taker = None
+
+    def settled(self, plan: Plan, gone: set[int]) -> Plan:
+        """What the graph of a plan writes once these nodes are gone."""
         self.trusted = frozenset(start for start, node in self.nodes.items() if node in gone)
-        return [replace(site, start=self.rows[site.start]) if site.start in self.trusted else site for site in sites]
+        self.relied = self.last in gone
+        sites = [self._placed(site) if site.start in self.trusted else site for site in plan.sites]
+        return type(plan)(plan.owner, sites, plan.slots, base=plan, needs=self.taker if self.relied else None)
+
+    def _placed(self, site: GraphSite) -> GraphSite:
+        at = self.rows[site.start]
+        if self.relied and self.taker is not None and at in self.last_rows:
+            return replace(site, arena=self.taker.arena, start=self.handed[at])
+        return replace(site, start=at)
 
 
 @dataclass(frozen=True)
