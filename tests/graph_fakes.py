@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from zkl_debug.capture.api import Capture
-from zkl_debug.capture.device import Again, Kernels
 from zkl_debug.capture.graphs import GraphWatch
+from zkl_debug.capture.kernels import Again, Kernels
 from zkl_debug.capture.rows import FrameRows, make_rows
 from zkl_debug.digest import digest_array, prefix_digests
 from zkl_debug.digest_torch import digest_tensor

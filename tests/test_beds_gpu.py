@@ -142,7 +142,7 @@ def test_one_launch_for_the_sites_of_a_hook_reads_what_one_for_each_reads(
 ) -> None:
     """Over whole runs in which mcore adds residuals and turns queries in place."""
     from zkl_debug.beds.record import record_bed
-    from zkl_debug.capture.device import Kernels
+    from zkl_debug.capture.kernels import Kernels
     from zkl_debug.diff import diff_captures
 
     if reason := lacking(bed("gpt-te")):

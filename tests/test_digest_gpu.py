@@ -13,7 +13,9 @@ from torch import nn
 
 from zkl_debug import digest, digest_cuda
 from zkl_debug.capture.api import Capture
+from zkl_debug.capture.device import ChunkPool, DeviceFrame
 from zkl_debug.capture.graphs import GraphWatch
+from zkl_debug.capture.kernels import Kernels
 from zkl_debug.capture.rows import FrameRows, make_rows, warmup_rows
 from zkl_debug.digest import digest_array, prefix_digests
 from zkl_debug.lanes import lane_view
@@ -236,6 +238,26 @@ def test_many_rows_shared_and_read_side_by_side(interleave: bool, monkeypatch: p
         assert _launch_all([others[0], *parts, *others[1:], parts[0]]) == "many"
     for lanes in (4096, 8192, 8195, 8196, 20000):
         assert _launch_all([_bits(device, 2050, lanes)]) == "many"
+
+
+@gpu
+@pytest.mark.parametrize("n", [1, 64, 300])
+def test_labels_of_a_step_are_picked_as_torch_picks_them(n: int) -> None:
+    """Tokens that are none are copied as they are, and the table is not read behind its end."""
+    device = _need_gpu()
+    table = torch.randn(n + 3, 5000, device=device)[:n, :4099]
+    tokens = torch.randint(0, 4099, (n,), device=device)
+    tokens[n // 2] = [-1, 4099, 1 << 40][n % 3]
+    selected = torch.randn(n, device=device)
+    frame = DeviceFrame(ChunkPool(), Kernels())
+    found = [frame.fetch_labels(tokens, selected, table)]
+    frame.kernels.pick = lambda *_: False  # type: ignore[method-assign]
+    found.append(frame.fetch_labels(tokens, selected, table))
+    frame.copy_out()
+    part = frame.arrays()[0]
+    picked, copied = (part[at.start : at.start + at.rows].tobytes() for at in found)
+    assert picked == copied
+    assert np.array_equal(np.frombuffer(picked, np.int64)[:n], tokens.cpu().numpy())
 
 
 @gpu

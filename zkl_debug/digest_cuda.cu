@@ -262,6 +262,17 @@ __device__ __forceinline__ void digest(const Table<N>& t) {
     }
 }
 
+struct Pick {           // sampled tokens, the log-probs that were returned, and those of the sampled tokens
+    const i64* tokens;  // [n]
+    const int* selected;
+    const int* table;   // [n, width]
+    int* out;           // [4n]: the tokens, and of each the two log-probs
+    i64 stride;         // of the table, in lanes
+    int width;
+    int n;
+};
+static_assert(sizeof(Pick) == 48, "as the host packs it");
+
 #define KERNEL(name, at_once, rows, n) \
     __global__ void __launch_bounds__(256, at_once) name(const __grid_constant__ Table<n> t) { digest<rows, 1>(t); }
 #define CLUSTERED(name, at_once, rows, n) \
@@ -280,4 +291,14 @@ CLUSTERED(digest_cluster_1, 2, CLUSTER_ROWS, 1)
 CLUSTERED(digest_cluster_8, 2, CLUSTER_ROWS, 8)
 CLUSTERED(digest_cluster_32, 2, CLUSTER_ROWS, 32)
 #endif
+
+__global__ void pick(const __grid_constant__ Pick p) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= p.n) return;
+    const i64 token = p.tokens[i], last = p.width - 1;
+    const i64 inside = token < 0 ? 0 : token > last ? last : token;  // what was not sampled is found out on the host
+    ((i64*)p.out)[i] = token;
+    p.out[2 * p.n + i] = p.selected[i];
+    p.out[3 * p.n + i] = p.table[i * p.stride + inside];
+}
 }

@@ -37,6 +37,7 @@ _FIRST_LANES = 1 << 17
 _HEADER = struct.Struct("<QqiI")
 _ENTRY = struct.Struct("<QQQqiiiiiiiBBBx")
 _SINGLE = struct.Struct("<QqiIQQQqiiiiiiiBBBx")
+_PICK = struct.Struct("<QQQQqii")
 _ENDS = struct.Struct("<QQ")  # first lane and output of the first entry, behind the header
 _NVRTC = ("libnvrtc.so.13", "libnvrtc.so.12")
 
@@ -198,6 +199,19 @@ class Launcher:
             return True
 
         return launch
+
+    def pick(self, tokens: torch.Tensor, selected: torch.Tensor, table: torch.Tensor, out: int) -> None:
+        """Write tokens int64 [n], log-probs float32 [n] and those of the tokens in ``table`` float32 [n, v], all of
+        them contiguous but for the rows of the table, one behind the other to the address ``out``.
+
+        Raises:
+            CudaError: the driver refuses.
+        """
+        buffer, arguments = self._buffer()
+        n, width = table.shape
+        addresses = tokens.data_ptr(), selected.data_ptr(), table.data_ptr()
+        _PICK.pack_into(buffer, 0, *addresses, out, table.stride(0), width, n)
+        self._issue(self._functions["pick", 0], -(-n // (32 * _WARPS)), arguments)
 
     def _fill(self, buffer: Any, targets: Sequence[Target]) -> Plan:
         """Write the table of a launch."""
@@ -446,9 +460,10 @@ def _load(driver: Any, image: bytes, clusters: bool) -> dict[tuple[str, int], An
     module = ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), image), "the driver")
     found = {}
-    for kind, size in itertools.product(("few", "many", "cluster") if clusters else ("few", "many"), _TABLES):
+    kinds = ("few", "many", "cluster") if clusters else ("few", "many")
+    for kind, size in (*itertools.product(kinds, _TABLES), ("pick", 0)):
         function = ctypes.c_void_p()
-        name = f"digest_{kind}_{size}".encode()
+        name = f"digest_{kind}_{size}".encode() if size else kind.encode()
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name), "the driver")
         if hasattr(driver, "cuFuncLoad"):
             _check(driver.cuFuncLoad(function), "the driver")

@@ -32,6 +32,9 @@ class GpuDigest(Protocol):
         """One launch for tensors like these, their ``out`` in bytes behind the output: addresses of each and of the
         output in, False where it does not fit."""
 
+    def pick(self, tokens: torch.Tensor, selected: torch.Tensor, table: torch.Tensor, out: int) -> bool:
+        """Write a step's labels as :meth:`zkl_debug.digest_cuda.Launcher.pick` does; False where there is no kernel."""
+
     def adds(self, view: LaneView) -> bool:
         """Whether :meth:`launch` adds into ``out``, which must then hold zeros."""
 
@@ -64,6 +67,12 @@ class _Cuda:
             self._launcher.launch(targets[at : at + self._most])
         return len(starts)
 
+    def pick(self, tokens: torch.Tensor, selected: torch.Tensor, table: torch.Tensor, out: int) -> bool:
+        if not (tokens.is_contiguous() and selected.is_contiguous() and table.stride(1) == 1):
+            return False
+        self._launcher.pick(tokens, selected, table, out)
+        return True
+
     def adds(self, view: LaneView) -> bool:  # noqa: ARG002
         return False
 
@@ -93,6 +102,9 @@ class _Triton:
 
     def several(self, targets: Sequence[Target]) -> Callable[[Sequence[int], int], bool] | None:  # noqa: ARG002
         return None
+
+    def pick(self, tokens: torch.Tensor, selected: torch.Tensor, table: torch.Tensor, out: int) -> bool:  # noqa: ARG002
+        return False
 
     def adds(self, view: LaneView) -> bool:
         return bool(self._module.needs_zeros(view))

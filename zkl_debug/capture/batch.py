@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from zkl_debug.capture.device import CHUNK_ROWS, ChunkPool, DeviceFrame, Kernels
+from zkl_debug.capture.device import CHUNK_ROWS, ChunkPool, DeviceFrame
 from zkl_debug.capture.drain import Job
 from zkl_debug.capture.frame import OpenFrame
+from zkl_debug.capture.kernels import Kernels
 from zkl_debug.capture.twins import Twins
 from zkl_debug.schema import U64
 

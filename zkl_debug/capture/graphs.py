@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zkl_debug.capture.device import Kernels
 from zkl_debug.capture.frame import OpenFrame
 from zkl_debug.capture.graph_plans import GraphSite, Plan, Reading, Replay
+from zkl_debug.capture.kernels import Kernels
 from zkl_debug.capture.late import Arena, Held, LateReadings, Light, Templates, ends_part, generators, written_behind
 from zkl_debug.capture.layout import RowView, resolve
 from zkl_debug.capture.rows import FrameRows, warmup_rows

@@ -28,9 +28,9 @@ import torch
 from zkl_debug.schema import U64
 
 if TYPE_CHECKING:
-    from zkl_debug.capture.device import Kernels
     from zkl_debug.capture.graph_edit import Executable
     from zkl_debug.capture.graph_plans import GraphSite, Plan
+    from zkl_debug.capture.kernels import Kernels
 
 #: A tensor, how many rows of it are read, and to which row of the memory of digests.
 Held = tuple[torch.Tensor, int, int]

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.device import Again
 from zkl_debug.capture.frame import Block, OpenFrame
+from zkl_debug.capture.kernels import Again
 from zkl_debug.capture.layout import RowView, dtype_name
 from zkl_debug.capture.rows import FrameRows
 from zkl_debug.schema import SiteKind

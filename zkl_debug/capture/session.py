@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.betrayed import betrayed
-from zkl_debug.capture.device import DeviceFrame, Kernels
+from zkl_debug.capture.device import DeviceFrame
 from zkl_debug.capture.forcing import Forcing, Visitor
 from zkl_debug.capture.frame import Block, OpenFrame
 from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.guard import Guard
+from zkl_debug.capture.kernels import Kernels
 from zkl_debug.capture.labels import LABEL
 from zkl_debug.capture.layout import RowView, dtype_name, flattened, raw_rows, resolve
 from zkl_debug.capture.options import CaptureOptions, FirstRequests
@@ -84,7 +85,7 @@ class CaptureSession:
         return Guard(self, where)
 
     def release(self, kernels: Kernels) -> None:
-        """End a :meth:`~zkl_debug.capture.device.Kernels.hold`."""
+        """End a :meth:`~zkl_debug.capture.kernels.Kernels.hold`."""
         launches = kernels.release()
         if launches and self.graphs is not None:
             self.graphs.issued(launches)

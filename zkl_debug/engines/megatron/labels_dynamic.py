@@ -83,10 +83,8 @@ def record_decode(
     payload = session.options.level == "payload"
 
     def issue() -> Pending:
-        inside = new_tokens.clamp(0, log_probs.shape[-1] - 1)
-        found = log_probs[:n].gather(1, inside[:, None])
-        words = [tensor.detach().reshape(-1).view(torch.int32) for tensor in (new_tokens, selected, found)]
-        return session.device_frame(frame).fetch_words(words)
+        labels = new_tokens.detach(), selected.detach(), log_probs.detach()[:n]
+        return session.device_frame(frame).fetch_labels(*labels)
 
     def file(pending: Pending) -> None:
         metas = label_metas(session, frame, SELECTED, new_tokens, selected)
