@@ -46,7 +46,7 @@ class Deferred(Protocol):
         return
 
 
-@dataclass
+@dataclass(slots=True)
 class OpenFrame:
     """The frame that is being recorded.
 

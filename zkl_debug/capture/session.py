@@ -51,6 +51,7 @@ class CaptureSession:
         self.enabled = options.level != "off"
         self.errors: list[str] = []
         self.metas: dict[str, SiteMeta] = {}
+        self.label_metas: dict[object, tuple[SiteMeta | None, SiteMeta | None]] = {}  # see ``capture/labels.py``
         self.not_rows: dict[str, str] = {}
         self.outside: dict[str, int] = {}
         self.filtered: set[str] = set()
@@ -69,7 +70,7 @@ class CaptureSession:
         self.seen_graph: set[str] = set()
         self.read_out = ReadOut(self)
         self._geometries = Geometries()
-        self._frame: OpenFrame | None = None
+        self.frame: OpenFrame | None = None  # that is open
         self._ended: OpenFrame | None = None  # still to be finished, while another is open already
         self._next_frame = 0
         self.shard_of: ShardOf | None = None
@@ -99,7 +100,7 @@ class CaptureSession:
         text = f"{where}: {type(error).__name__}: {error}"
         self.errors.append(text)
         self.enabled = False
-        self._frame = self._ended = None
+        self.frame = self._ended = None
         if self.options.strict:
             raise ProbeError(f"the probe failed at {text}") from error
         print(f"zkl-debug: the probe failed and is off from here on; the program goes on. {text}", file=sys.stderr)
@@ -107,25 +108,16 @@ class CaptureSession:
             print("  " + line.rstrip().replace("\n", "\n  "), file=sys.stderr)
 
     # ---- frames ---------------------------------------------------------------------------------------------------
-    @property
-    def frame(self) -> OpenFrame | None:
-        """The open frame, if any."""
-        return self._frame
-
-    @frame.setter
-    def frame(self, frame: OpenFrame | None) -> None:
-        self._frame = frame
-
     def begin_frame(self, rows: FrameRows | Sketch) -> None:
         """Open a frame; the one before it, if still open, is written.
 
         Before one that replays graphs it is only put aside: until the first is launched, a device has nothing to do.
         """
-        last = self._frame
+        last = self.frame
         late = isinstance(rows, Sketch) and rows.graph >= 0 and not self.read_out.due
         if late and last is not None and last.ended and not last.plans:
             self._finish_ended()
-            last.event_seq, self._ended, self._frame = self.event_seq, last, None
+            last.event_seq, self._ended, self.frame = self.event_seq, last, None
         else:
             self.end_frame()
         if self.options.requests and isinstance(rows, Sketch):
@@ -136,13 +128,13 @@ class CaptureSession:
         if rows.step < 0:
             rows.step = self.step
         rows.weight_version = self.weight_version
-        self._frame = OpenFrame(self._next_frame, rows)
-        self.postponed.begin(self._frame)
+        self.frame = OpenFrame(self._next_frame, rows)
+        self.postponed.begin(self.frame)
         self._next_frame += not rows.warmup
 
     def forward_ended(self) -> None:
         """The model has issued all it will: issue what can wait until then, while a device still works on the rest."""
-        frame = self._frame
+        frame = self.frame
         if frame is None or self.writer is None or frame.given.warmup or self.recording:
             return
         self.rows_of(frame)
@@ -165,17 +157,17 @@ class CaptureSession:
 
     def end_frame(self) -> None:
         """Write the open frame, if any; a warm-up is dropped."""
-        frame = self._frame
+        frame = self.frame
         with self.guarded("read-out"):
             self._finish_ended()
         if frame is None or self.writer is None or frame.given.warmup:
-            self._frame = None
+            self.frame = None
             return
         with self.guarded("read-out"):
             self.rows_of(frame)
             self._issue(frame)
             self.read_out.check()
-        self._frame = None
+        self.frame = None
         if not self.enabled:
             return
         frame.event_seq = self.event_seq
@@ -200,7 +192,7 @@ class CaptureSession:
 
     def _add(self, frame: OpenFrame) -> None:
         self.frames_written += 1
-        self.read_out.add(frame, self._frame)
+        self.read_out.add(frame, self.frame)
 
     def flush(self) -> None:
         """Write the open frame and wait until every frame so far is durable."""
@@ -257,7 +249,7 @@ class CaptureSession:
         Returns:
             Whether rows were recorded.
         """
-        frame = self._frame
+        frame = self.frame
         if frame is None:
             self.outside[name] = self.outside.get(name, 0) + 1
             return False
@@ -316,7 +308,7 @@ class CaptureSession:
         ``source`` is the tensor the view was taken of; when the next hook sees the very same object its digests are
         used again. ``part``: other rows of the site come, or came, in other calls of the frame.
         """
-        frame = self._frame
+        frame = self.frame
         if frame is None or frame.given.warmup or len(view.row) == 0 or not (always or self.wants(name)):
             return
         if self.recording:
@@ -349,7 +341,7 @@ class CaptureSession:
             value: shape [W].
             semantic: operator class.
         """
-        frame = self._frame
+        frame = self.frame
         unread = self.options.level != "payload" or self.forcing is not None or self.recording
         if frame is None or unread or frame.rows.n_rows == 0:
             return
@@ -374,7 +366,7 @@ class CaptureSession:
             table: log-probs of the whole vocabulary, shape [n, V]. Where a label was put right, the log-prob is
                 looked up again in it; without it the old label's stays.
         """
-        frame = self._frame
+        frame = self.frame
         if frame is None or frame.rows.warmup or len(rows) == 0:
             return
         index = (frame.n_rows + np.arange(len(rows))).astype(np.uint32)
@@ -388,7 +380,7 @@ class CaptureSession:
 
     def late(self, *tensors: torch.Tensor) -> bool:
         """Whether what is recorded of these tensors may be worked out when the frame is filed."""
-        frame = self._frame
+        frame = self.frame
         if (
             frame is None
             or frame.rows.warmup
@@ -401,15 +393,15 @@ class CaptureSession:
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor on the host, to be read when the open frame is filed."""
-        if self._frame is None:
+        if self.frame is None:
             raise ProbeError("no frame is open")
-        return self.device_frame(self._frame).to_host(tensor)
+        return self.device_frame(self.frame).to_host(tensor)
 
     def parent_rows(self) -> NDArray[np.void]:
         """Rows of the open frame without label rows."""
-        if self._frame is None:
+        if self.frame is None:
             raise ProbeError("no frame is open")
-        return self._frame.rows.rows
+        return self.frame.rows.rows
 
     def occurrence(self, frame: OpenFrame, name: str) -> str:
         """The name under which this occurrence of a site in the frame is filed."""
