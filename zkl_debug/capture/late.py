@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from zkl_debug.capture.graph_plans import GraphSite, Plan
     from zkl_debug.capture.kernels import Kernels
 
-#: A tensor, how many rows of it are read, and to which row of the memory of digests.
-Held = tuple[torch.Tensor, int, int]
+#: A tensor, how many rows of it are read, to which row of the memory of digests, and where it was when it was passed.
+Held = tuple[torch.Tensor, int, int, int]
 
 #: Replays, and rows of them, whose two readings are compared.
 AUDITS, AUDITED_ROWS = 4, 64
@@ -143,7 +143,7 @@ class LateReadings:
             at = self.take(rows)
             if at is None:
                 return
-            known = self._waiting[memory] = (tensor, rows, at)
+            known = self._waiting[memory] = (tensor, rows, at, tensor.data_ptr())
         self.rows[start] = known[2]
 
     def issued(self, launches: int, moment: tuple[int, ...] | None) -> None:
@@ -162,7 +162,9 @@ class LateReadings:
         if self._waiting:
             self._take_over()
         waiting, self._waiting = self._waiting, {}
-        jobs = [kernels.job(t, rows, self.arena, start, None, clear=False) for t, rows, start in waiting.values()]
+        # One that gave up its memory is not read: its row stays without a digest, so that the first reading is kept.
+        there = [(t, rows, start) for t, rows, start, address in waiting.values() if t.data_ptr() == address]
+        jobs = [kernels.job(t, rows, self.arena, start, None, clear=False) for t, rows, start in there]
         return kernels.issue(jobs) if jobs else 0
 
     def end(self, kernels: Kernels) -> dict[object, Held]:
@@ -173,7 +175,7 @@ class LateReadings:
         node = kernels.moment() if launches == 1 else None
         if node is None or len(node) != 1:
             return {}
-        self.last, self.last_rows = node[0], frozenset(at for _, _, at in waiting.values())
+        self.last, self.last_rows = node[0], frozenset(at for _, _, at, _ in waiting.values())
         return waiting
 
     def adopt(self, giver: LateReadings, waiting: dict[object, Held]) -> None:
@@ -187,12 +189,12 @@ class LateReadings:
         giver, held = adopted
         if len(self._waiting.keys() | held.keys()) > _MOST:
             return
-        for memory, (tensor, rows, at) in held.items():
+        for memory, (tensor, rows, at, address) in held.items():
             if memory not in self._waiting:
                 own = self.take(rows)
                 if own is None:
                     return
-                self._waiting[memory] = (tensor, rows, own)
+                self._waiting[memory] = (tensor, rows, own, address)
             giver.handed[at] = self._waiting[memory][2]
         giver.taker = self
 
