@@ -24,7 +24,7 @@ from zkl_debug.capture.kernels import Kernels
 from zkl_debug.capture.late import Arena, Held, LateReadings, Light, Templates, ends_part, generators, written_behind
 from zkl_debug.capture.layout import RowView, resolve
 from zkl_debug.capture.rows import FrameRows, warmup_rows
-from zkl_debug.capture.twins import RECHECK
+from zkl_debug.capture.twins import RECHECK, gaps
 from zkl_debug.errors import ProbeError
 from zkl_debug.schema import Json, SiteMeta
 
@@ -203,8 +203,7 @@ class GraphWatch:
         if view.take is not None:
             self.unreach(name, "its rows are not in the order of the token slots")
             return
-        stride = () if tensor.is_contiguous() else tensor.stride()
-        same = (tensor.data_ptr(), tensor.numel(), stride, tensor.dtype, rows)
+        same = (tensor.data_ptr(), tensor.numel(), gaps(tensor), tensor.dtype, rows)
         moment = self.kernels.moment()
         if moment is None or moment != plan.moment:
             plan.fresh.clear()

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from zkl_debug.capture.session import CaptureSession
     from zkl_debug.capture.together import Launch, Worked
 
-#: Name, shape, strides and type of a site's tensor, and how it is read.
-Like = tuple[str, torch.Size, tuple[int, ...], torch.dtype, str, bool]
+#: Name, shape, strides and type of a site's tensor, its device, and how it is read.
+Like = tuple[str, torch.Size, tuple[int, ...], torch.dtype, int, str, bool]
 
 
 def like(site: Waiting) -> Like:
     """What the reading of a site depends on, but for the place of rows and memory."""
     tensor = site.tensor
-    return site.name, tensor.shape, tensor.stride(), tensor.dtype, site.layout, site.flatten
+    return site.name, tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), site.layout, site.flatten
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class Script:
     def follow(self, session: CaptureSession, frame: OpenFrame, sites: Sequence[Waiting]) -> bool:
         """Read sites by it; False where they are not what it is for, or were written to: nothing was done then."""
         addresses = []
-        for site, (name, shape, stride, dtype, layout, flatten) in zip(sites, self.likes, strict=True):
+        for site, (name, shape, stride, dtype, index, layout, flatten) in zip(sites, self.likes, strict=True):
             tensor, address, version = site.tensor, site.address, site.version
             if (
                 site.name != name
@@ -90,6 +90,7 @@ class Script:
                 or tensor.shape != shape
                 or tensor.stride() != stride
                 or tensor.dtype is not dtype
+                or tensor.get_device() != index
                 or site.layout != layout
                 or site.flatten is not flatten
             ):

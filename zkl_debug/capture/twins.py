@@ -42,8 +42,12 @@ def memory_key(tensor: torch.Tensor, take: object, rows: int) -> Key | None:
     """
     if tensor.is_inference():
         return None
-    stride = () if tensor.is_contiguous() else tensor.stride()
-    return (tensor.data_ptr(), tensor.numel(), stride, tensor.dtype, id(take), rows)
+    return (tensor.data_ptr(), tensor.numel(), gaps(tensor), tensor.dtype, id(take), rows)
+
+
+def gaps(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Nothing for a tensor without gaps; its shape and strides for others, which may cut other elements out of one."""
+    return () if tensor.is_contiguous() else (*tensor.shape, *tensor.stride())
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ class Twins:
             if key in self.refuted:
                 return
             if not equal:
-                if key in self.known and not (fresh and pair.second == END):
+                if key in self.known and not self.never and not (fresh and pair.second == END):
                     self.betrayed.add(key)
                 self.refuse(*key)
                 return
