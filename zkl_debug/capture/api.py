@@ -163,6 +163,9 @@ class Capture:
         """See recordings and replays through ``watch``; graphs recorded from here on carry the probe's kernels."""
         self.session.graphs = watch
         watch.opener = self._open_for_replay
+        in_a_row = getattr(self.adapter, "graphs_in_a_row", None)
+        if in_a_row is not None:
+            watch.in_a_row = lambda: bool(in_a_row(self.model))
         watch.install(self.taps)
 
     def _open_for_replay(self) -> None:

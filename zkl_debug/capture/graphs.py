@@ -51,6 +51,8 @@ class GraphWatch:
         self.kernels = kernels
         self.graph_class = graph_class if graph_class is not None else torch.cuda.CUDAGraph
         self.opener: Callable[[], None] | None = None
+        #: Whether nothing is written between a graph and the next: then what one reads at its end may be left to that.
+        self.in_a_row: Callable[[], bool] = lambda: False
         self.recording: Plan | None = None
         self.recorded = self.replays = 0
         self.unreached_replays = self.unkeyed_replays = 0
@@ -100,7 +102,7 @@ class GraphWatch:
             if plan is not None and plan.late is not None:
                 with session.guarded("graph:end"):
                     held = plan.late.end(self.kernels)
-                    self.handing = (plan.late, held) if held and session.in_forward else None
+                    self.handing = (plan.late, held) if held and session.in_forward and self.in_a_row() else None
             self.recording = None
             result = original(graph, *args, **kwargs)
             if self._templates is not None:
@@ -172,6 +174,8 @@ class GraphWatch:
     def _settle(self, graph: Any, plan: Plan, late: LateReadings, repeatable: bool) -> None:
         """Make a graph without the launches that second readings stand for."""
         late.tried = True  # whatever comes of it
+        if late.taker is not None and not self.in_a_row():
+            late.forsake()
         gone = late.superfluous()
         try:
             made = self.kernels.without(graph, gone) if gone and repeatable else None
@@ -299,7 +303,8 @@ class GraphWatch:
         if reading.astray:
             raise ProbeError(
                 "CUDA graphs were replayed in another order than in the frames before, in which each read the output "
-                "of the one before it; capture with --at-once (at_once=True), which does not rely on the order"
+                "of the one before it, or a forward ended between two of them; capture with --at-once (at_once=True), "
+                "which does not rely on the order"
             )
         if not reading.names.isdisjoint(frame.names):  # named as if they had not waited
             self.session.postponed.settle(frame)

@@ -11,7 +11,8 @@ readings are compared again. The graph of the program is neither recorded again 
 
 What is read where a graph ends, such as the output of a layer, is read a third time by the first launch of the graph
 that is recorded next. Where that was the same too, the launch at the end is left out with the others. Then the next
-graph has to be replayed next, which is looked at in every frame.
+graph has to be replayed next, which is looked at in every frame; and as what runs between two graphs may be another
+thing in each step, only programs are served so of which it is known that nothing does.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class LateReadings:
         taker: readings of the graph that makes them once more.
         handed: by such a row, that of the reading there.
         apart: of these, those that were unequal.
-        relied: whether the launch at the end is left out.
+        relied: of the rows handed on, those by which sites are read: the launch at the end is left out.
     """
 
     arena: torch.Tensor
@@ -121,7 +122,7 @@ class LateReadings:
     taker: LateReadings | None = None
     handed: dict[int, int] = field(default_factory=dict)
     apart: set[int] = field(default_factory=set)
-    relied: bool = False
+    relied: frozenset[int] = frozenset()
     _waiting: dict[object, Held] = field(default_factory=dict)
     _adopted: tuple[LateReadings, dict[object, Held]] | None = None
     _unplaced: list[int] = field(default_factory=list)
@@ -219,13 +220,19 @@ class LateReadings:
         kept = {self.nodes.get(start, 0) for start in self.written}
         kept |= {node for start, node in self.nodes.items() if start not in self.rows} | {0}
         gone = [node for node in dict.fromkeys(self.nodes.values()) if node not in kept]
-        spared = self.taker is not None and self.last and not self.apart and self.last_rows <= self.handed.keys()
+        left = self._left(set(gone))
+        spared = self.taker is not None and self.last and left and left <= self.handed.keys() - self.apart
         return [*gone, self.last] if spared else gone
+
+    def _left(self, gone: set[int]) -> set[int]:
+        """Rows of the launch at the end that stand for first readings, once these nodes are gone."""
+        late = {self.rows[start] for start, node in self.nodes.items() if node in gone and start in self.rows}
+        return late & self.last_rows
 
     @property
     def betrayed(self) -> bool:
         """Whether a later replay had unequal readings of a tensor that is read once between rechecks."""
-        return not self.trusted.isdisjoint(self.written) or (self.relied and bool(self.apart))
+        return not self.trusted.isdisjoint(self.written) or not self.relied.isdisjoint(self.apart)
 
     def unequal(self, site: GraphSite) -> bool:
         """Whether readings of a site were."""
@@ -239,13 +246,13 @@ class LateReadings:
     def settled(self, plan: Plan, gone: set[int]) -> Plan:
         """What the graph of a plan writes once these nodes are gone."""
         self.trusted = frozenset(start for start, node in self.nodes.items() if node in gone)
-        self.relied = self.last in gone
+        self.relied = frozenset(self._left(gone)) if self.last in gone else frozenset()
         sites = [self._placed(site) if site.start in self.trusted else site for site in plan.sites]
         return type(plan)(plan.owner, sites, plan.slots, base=plan, needs=self.taker if self.relied else None)
 
     def _placed(self, site: GraphSite) -> GraphSite:
         at = self.rows[site.start]
-        if self.relied and self.taker is not None and at in self.last_rows:
+        if self.taker is not None and at in self.relied:
             return replace(site, arena=self.taker.arena, start=self.handed[at])
         return replace(site, start=at)
 

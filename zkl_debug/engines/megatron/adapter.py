@@ -20,6 +20,7 @@ from zkl_debug.engines.megatron import (
     taps_routing,
     world,
 )
+from zkl_debug.engines.megatron.back_to_back import is_back_to_back
 from zkl_debug.engines.megatron.frames import (
     EngineHistory,
     StaticHistory,
@@ -100,6 +101,10 @@ class MegatronAdapter:
         """Rows of a forward as this rank's tensors hold them."""
         rows.split = self.place.at("tp") if self.place.sp else (0, 1)
         return rows
+
+    def graphs_in_a_row(self, model: torch.nn.Module) -> bool:
+        """Whether the CUDA graphs of the layers are replayed with nothing in between that writes."""
+        return is_back_to_back(model)
 
     def open_frame(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | Sketch | None:
         """Key the coming forward from the inference context or the packing parameters it is called with."""
