@@ -215,8 +215,8 @@ def test_a_program_that_may_write_between_two_graphs_keeps_the_launch(tmp_path: 
         steps(model, capture, [some])
         steps(eager, other, [some], graph=False)
     assert all(plan.light is not None and plan.light.plan.needs is None for plan in plans(model))
-    capture.__exit__(None, None, None)
     other.__exit__(None, None, None)
+    capture.__exit__(None, None, None)
     want, found = digests(tmp_path / "eager"), digests(tmp_path / "graph")
     assert {name for name in want if not np.array_equal(want[name], found[name])} == set()
 
