@@ -261,6 +261,21 @@ def test_labels_of_a_step_are_picked_as_torch_picks_them(n: int) -> None:
 
 
 @gpu
+def test_what_graphs_wrote_is_copied_as_torch_copies_it() -> None:
+    device = _need_gpu()
+    memory = torch.randint(-(1 << 62), 1 << 62, (5000, 2), device=device)
+    frame = DeviceFrame(ChunkPool(), Kernels())
+    part = memory[17:4017]
+    found = [frame.fetch(part), frame.fetch(memory, torch.arange(17, 4017, device=device))]
+    memory.zero_()  # behind the copy
+    frame.copy_out()
+    read = frame.arrays()[0]
+    one, other = (read[at.start : at.start + at.rows] for at in found)
+    assert np.array_equal(one, other)
+    assert len(np.unique(one)) > 7000
+
+
+@gpu
 def test_launches_recorded_into_a_graph_read_what_is_there_at_replay() -> None:
     device = _need_gpu()
     launcher = digest_cuda.launcher(device)

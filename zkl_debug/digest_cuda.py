@@ -201,17 +201,30 @@ class Launcher:
         return launch
 
     def pick(self, tokens: torch.Tensor, selected: torch.Tensor, table: torch.Tensor, out: int) -> None:
-        """Write tokens int64 [n], log-probs float32 [n] and those of the tokens in ``table`` float32 [n, v], all of
+        """Write tokens int64 [n], log-probs float32 [n] and those of the tokens in ``table`` float32 [>= n, v], all of
         them contiguous but for the rows of the table, one behind the other to the address ``out``.
 
         Raises:
             CudaError: the driver refuses.
         """
         buffer, arguments = self._buffer()
-        n, width = table.shape
-        addresses = tokens.data_ptr(), selected.data_ptr(), table.data_ptr()
-        _PICK.pack_into(buffer, 0, *addresses, out, table.stride(0), width, n)
+        n, width, stride = tokens.shape[0], table.shape[1], table.stride(0)
+        _PICK.pack_into(
+            buffer, 0, tokens.data_ptr(), selected.data_ptr(), table.data_ptr(), out, stride, width, n
+        )  # fmt: skip
         self._issue(self._functions["pick", 0], -(-n // (32 * _WARPS)), arguments)
+
+    def copy(self, address: int, out: int, nbytes: int) -> None:
+        """Copy memory of the device on the current stream.
+
+        Raises:
+            CudaError: the driver refuses.
+        """
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.index))
+        ends = ctypes.c_ulonglong(out), ctypes.c_ulonglong(address)
+        status = self._driver.cuMemcpyDtoDAsync_v2(*ends, ctypes.c_size_t(nbytes), stream)
+        if status != 0:
+            raise CudaError(f"the driver refused a copy: CUDA error {status}")
 
     def _fill(self, buffer: Any, targets: Sequence[Target]) -> Plan:
         """Write the table of a launch."""

@@ -35,6 +35,9 @@ class GpuDigest(Protocol):
     def pick(self, tokens: torch.Tensor, selected: torch.Tensor, table: torch.Tensor, out: int) -> bool:
         """Write a step's labels as :meth:`zkl_debug.digest_cuda.Launcher.pick` does; False where there is no kernel."""
 
+    def copy(self, address: int, out: int, nbytes: int) -> bool:
+        """Copy memory of the device; False where it must go another way."""
+
     def adds(self, view: LaneView) -> bool:
         """Whether :meth:`launch` adds into ``out``, which must then hold zeros."""
 
@@ -73,6 +76,12 @@ class _Cuda:
         self._launcher.pick(tokens, selected, table, out)
         return True
 
+    def copy(self, address: int, out: int, nbytes: int) -> bool:
+        if torch._C._cuda_getDevice() != self._launcher.index:  # the default stream would be another's
+            return False
+        self._launcher.copy(address, out, nbytes)
+        return True
+
     def adds(self, view: LaneView) -> bool:  # noqa: ARG002
         return False
 
@@ -104,6 +113,9 @@ class _Triton:
         return None
 
     def pick(self, tokens: torch.Tensor, selected: torch.Tensor, table: torch.Tensor, out: int) -> bool:  # noqa: ARG002
+        return False
+
+    def copy(self, address: int, out: int, nbytes: int) -> bool:  # noqa: ARG002
         return False
 
     def adds(self, view: LaneView) -> bool:

@@ -43,6 +43,10 @@ class Chunk:
     def __post_init__(self) -> None:
         self.words = self.device.view(-1).view(torch.int32)
 
+    def address(self, row: int) -> int:
+        """Where a digest lies on the device."""
+        return self.device.data_ptr() + 16 * row
+
     @property
     def room(self) -> int:
         """Digests that still fit."""
@@ -183,11 +187,10 @@ class DeviceFrame:
         rows = int(slots.shape[0] if index is None else index.shape[0])
         chunk = self.reserve(rows, slots.device)
         start, chunk.used = chunk.used, chunk.used + rows
-        to = chunk.device[start : chunk.used]
-        if index is None:
-            to.copy_(slots)
-        else:
-            torch.index_select(slots, 0, index, out=to)
+        if index is not None:
+            torch.index_select(slots, 0, index, out=chunk.device[start : chunk.used])
+        elif not self.kernels.copy(slots, chunk.address(start)):
+            chunk.device[start : chunk.used].copy_(slots)
         return Pending(len(self.chunks) - 1, start, rows)
 
     def fetch_words(self, words: list[torch.Tensor]) -> Pending:
@@ -205,15 +208,15 @@ class DeviceFrame:
         Args:
             tokens: sampled tokens, int64 [n].
             selected: log-probs that were returned, float32 [n].
-            table: log-probs of all tokens, float32 [n, v]; those of ``tokens`` are the third.
+            table: log-probs of all tokens, float32 [>= n, v]; those of ``tokens`` are the third.
         """
-        n = len(tokens)
+        n = tokens.shape[0]
         chunk = self.reserve(n, tokens.device)
-        if self.kernels.pick(tokens, selected, table, chunk.device[chunk.used]):
+        if self.kernels.pick(tokens, selected, table, chunk.address(chunk.used)):
             start, chunk.used = chunk.used, chunk.used + n
             return Pending(len(self.chunks) - 1, start, n)
-        found = table.gather(1, tokens.clamp(0, table.shape[1] - 1)[:, None])
-        return self.fetch_words([each.reshape(-1).view(torch.int32) for each in (tokens, selected, found)])
+        found = table[:n].gather(1, tokens.clamp(0, table.shape[1] - 1)[:, None])
+        return self.fetch_words([each.detach().reshape(-1).view(torch.int32) for each in (tokens, selected, found)])
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the host, to be read behind :meth:`arrays`; nothing is waited for."""

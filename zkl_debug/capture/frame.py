@@ -74,6 +74,8 @@ class OpenFrame:
         names: sites that wait or did.
         early: what waited in the running part of the model was read before its end, for it held too much memory.
         passed, passed_bytes: sites that were passed since waiting ones were last read, and what they hold.
+        kind: class of the frame for :class:`Twins`: its phase, and whether it replays a graph.
+        shape: its bucket, or -1, and its number of rows, as they were told first.
     """
 
     index: int
@@ -104,6 +106,13 @@ class OpenFrame:
     early: bool = False
     passed: int = 0
     passed_bytes: int = 0
+    kind: int = field(init=False)
+    shape: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = self.given
+        self.kind = int(given.phase) + (16 if given.graph >= 0 else 0)
+        self.shape = given.graph, given.n_rows
 
     @property
     def rows(self) -> FrameRows:
@@ -117,16 +126,6 @@ class OpenFrame:
     def n_rows(self) -> int:
         """Rows so far, label rows included."""
         return self.rows.n_rows + sum(len(part) for part in self.labels)
-
-    @property
-    def kind(self) -> int:
-        """Class of the frame for :class:`Twins`: its phase, and whether it replays a graph."""
-        return int(self.given.phase) + (16 if self.given.graph >= 0 else 0)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Its bucket, or -1, and its number of rows."""
-        return self.given.graph, self.given.n_rows
 
     def passed_already(self, name: str) -> bool:
         """Whether a site was passed, and recorded or told to wait."""

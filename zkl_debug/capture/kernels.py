@@ -153,10 +153,18 @@ class Kernels:
             launches += several[0][0].launch_all(targets)
         return launches
 
-    def pick(self, tokens: torch.Tensor, selected: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> bool:
-        """Copy a step's labels to ``out``, see :meth:`DeviceFrame.fetch_labels`; False where there is no kernel."""
+    def pick(self, tokens: torch.Tensor, selected: torch.Tensor, table: torch.Tensor, out: int) -> bool:
+        """Copy a step's labels to an address, see :meth:`DeviceFrame.fetch_labels`; False where there is no kernel."""
         kernel = gpu_digest(tokens.device)
-        return kernel is not None and kernel.pick(tokens, selected, table, out.data_ptr())
+        return kernel is not None and kernel.pick(tokens, selected, table, out)
+
+    def copy(self, tensor: torch.Tensor, out: int) -> bool:
+        """Copy a contiguous tensor to an address on its device; False where torch has to.
+
+        Torch takes several times as long to find out that this is all it has to do.
+        """
+        kernel = gpu_digest(tensor.device)
+        return kernel is not None and kernel.copy(tensor.data_ptr(), out, tensor.nbytes)
 
     # ---- recorded graphs ------------------------------------------------------------------------------------------
     def edits(self, graph_class: Any) -> bool:

@@ -131,17 +131,18 @@ class Postponed:
 
     def begin(self, frame: OpenFrame) -> None:
         """A frame is opened: which of its sites may wait."""
-        given = frame.given
-        if not self._allowed or given.warmup or self._session.shard_of is not None or frame.kind in self._too_many:
+        given, session = frame.given, self._session
+        kind = frame.kind
+        if not self._allowed or given.warmup or session.shard_of is not None or kind in self._too_many:
             return
         frame.parts = given.graph < 0
-        frame.may_wait = self._session.kernels.anywhere()
+        frame.may_wait = session.kernels.anywhere()
         if not frame.may_wait:
             return
-        frame.stream = self._session.kernels.stream()
-        frame.fresh = self._session.twins.is_fresh(frame.kind, frame.shape)
+        frame.stream = session.kernels.stream()
+        frame.fresh = session.twins.is_fresh(kind, frame.shape)
         if not frame.fresh:
-            frame.trusted = self._session.twins.until_end(frame.kind, frame.index)
+            frame.trusted = session.twins.until_end(kind, frame.index)
 
     def behind(self, frame: OpenFrame) -> None:
         """The forward has ended: what follows it waits for the next one, where the forward replayed graphs."""

@@ -112,6 +112,9 @@ class Twins:
         """
         if frame % RECHECK == 0 or self.never:
             return ()
+        shown = self._shown.get(phase)
+        if shown is not None:
+            return shown
         with self._lock:
             if phase not in self._shown:
                 self._shown[phase] = frozenset(self._until_end.get(phase, ()))
@@ -119,7 +122,7 @@ class Twins:
 
     def is_fresh(self, phase: int, shape: tuple[int, int]) -> bool:
         """Whether no frame of a shape was judged so far, and its first are to be looked at."""
-        judged = self._shapes.setdefault(phase, set())
+        judged = self._shapes.get(phase, ())
         return shape not in judged and len(judged) < SHAPES
 
     def judged(self, phase: int, shape: tuple[int, int]) -> None:

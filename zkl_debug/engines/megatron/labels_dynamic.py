@@ -83,8 +83,7 @@ def record_decode(
     payload = session.options.level == "payload"
 
     def issue() -> Pending:
-        labels = new_tokens.detach(), selected.detach(), log_probs.detach()[:n]
-        return session.device_frame(frame).fetch_labels(*labels)
+        return session.device_frame(frame).fetch_labels(new_tokens, selected, log_probs)
 
     def file(pending: Pending) -> None:
         metas = label_metas(session, frame, SELECTED, new_tokens, selected)
