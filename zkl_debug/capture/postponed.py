@@ -89,11 +89,13 @@ def wait(
     flatten: bool = False,
 ) -> bool:
     """Have a trusted site wait; False where it did already (a further occurrence), or no more may wait."""
-    if name in frame.names or not _pass(frame, tensor.nbytes):
+    total, names = frame.passed_bytes + tensor.nbytes, frame.names
+    if name in names or frame.passed >= MOST or total > (MOST_BYTES_OF_PARTS if frame.parts else MOST_BYTES):
         return False
-    waiting = Waiting(name, tensor, kind, semantic, layout, flatten, _version(tensor), tensor.data_ptr())
-    frame.names.add(name)
-    frame.waiting.append(waiting)
+    version = -1 if tensor.is_inference() else tensor._version
+    frame.waiting.append(Waiting(name, tensor, kind, semantic, layout, flatten, version, tensor.data_ptr()))
+    frame.passed, frame.passed_bytes = frame.passed + 1, total
+    names.add(name)
     return True
 
 
@@ -164,13 +166,14 @@ class Postponed:
 
         To be asked without a guard before that is called under one, for it takes next to nothing.
         """
-        frame, graphs = self._session.frame, self._session.graphs
+        session = self._session
+        frame, graphs = session.frame, session.graphs
         if frame is None or name not in frame.trusted or (graphs is not None and graphs.recording is not None):
             return False
         try:
-            if self._elsewhere(frame):
-                return False
-            return wait(frame, name, tensor, kind, semantic, layout, flatten)
+            return session.kernels.stream() == frame.stream and wait(
+                frame, name, tensor, kind, semantic, layout, flatten
+            )
         except Exception:  # a tensor that cannot be asked: what is wrong with it is found under the guard
             return False
 
