@@ -1,7 +1,8 @@
 """What a capture costs on a GPU: a scoring forward of 16k tokens, and decoding 64 sequences in CUDA graphs.
 
 Each figure stands beside the plain run of the same process, and beside a naive hook that copies every module output to
-the host. Filing what was captured is not part of a forward: it happens behind it, and is timed by itself.
+the host. Filing what was captured is not part of a forward: it happens behind it, and is timed by itself. Runs during
+which the processor was slow are left out, and others made instead, see :mod:`zkl_debug.bench.steady`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from zkl_debug.beds.bed import bed
 from zkl_debug.beds.gpu import require
 from zkl_debug.bench.children import scratch
+from zkl_debug.bench.steady import Runs
 from zkl_debug.schema import Json
 
 ROUNDS = 5
@@ -46,7 +48,7 @@ def bench_gpu(
 
     Returns:
         ``kernel``: bytes read per second; ``scoring`` and ``decode``: seconds and ratios to the plain run, of decode
-        those of a step, too, of which a run's median is taken.
+        those of a step, too, of which a run's median is taken; and how steady the processor was.
 
     Raises:
         UsageError: this machine cannot run the bed ``gpt-te``.
@@ -121,38 +123,48 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
     rng = np.random.default_rng(0)
     rows = [(i, rng.integers(0, spec.vocab, count).tolist()) for i in range(SEQUENCES)]
     batch = scoring.padded_batch(0, rows)
-    times: dict[str, list[float]] = {}
+    runs = Runs(torch.cuda.synchronize)
     facts: dict[str, Json] = {"tokens": SEQUENCES * count}
+    filing = []
 
     def forward() -> None:
         scoring.score_microbatch(model, batch)
 
     for _ in range(2):
         forward()
-    for number in range(rounds):
-        _time(times, "plain", forward)
+    for number in _rounds(runs, rounds):
+        runs.time("plain", forward)
         with Capture(model, None, "train", level="off"):
-            _time(times, "off", forward)
-        _time(times, "plain", forward)
+            runs.time("off", forward)
+        runs.time("plain", forward)
         with Capture(model, root / f"s{number}", "train") as capture:
 
             def captured(session: Any = capture.session) -> None:
                 forward()
                 session.end_frame()  # issues the read-out, which the next forward would do
 
-            _time(times, "digest-first", captured)  # makes files, memory and kernels, and reads every site
-            for _ in range(2):
-                capture.session.flush()
-                _time(times, "digest", captured)
-            begin = time.perf_counter()
-            capture.session.flush()
-            times.setdefault("filing", []).append(time.perf_counter() - begin)
+            def file(session: Any = capture.session) -> None:
+                begin = time.perf_counter()
+                session.flush()
+                filing.append(time.perf_counter() - begin)
+
+            # The first makes files, memory and kernels, and reads every site twice.
+            for name in ("digest-first", "digest", "digest"):
+                runs.time(name, captured, settle=file)
             facts["sites"], facts["errors"] = len(capture.session.metas), list(capture.session.errors)
             facts["shared"] = len(capture.session.twins.known)
         shutil.rmtree(root / f"s{number}")
     with _naive(model):
-        _time(times, "naive", forward)
-    return {**facts, **_figures(times)}
+        runs.time("naive", forward)
+    return {**facts, **runs.figures(), "filing": round(statistics.median(filing), 5), "host": runs.host()}
+
+
+def _rounds(runs: Runs, least: int) -> Iterator[int]:
+    """So many rounds, and up to twice as many until half of them were at the full speed of the processor."""
+    for number in range(2 * least):
+        if number >= least and runs.enough(-(-least // 2)):
+            return
+        yield number
 
 
 def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, Json]:
@@ -172,11 +184,9 @@ def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str,
     requests = [
         Request(i, tuple(rng.integers(0, spec.vocab, DECODE_PROMPT).tolist()), DECODE_TOKENS) for i in range(DECODED)
     ]
-    times: dict[str, list[float]] = {}
+    runs = Runs(torch.cuda.synchronize)
     facts: dict[str, Json] = {"sequences": DECODED, "steps": DECODE_TOKENS}
-
     steps: list[float] = []
-    step_times: dict[str, list[float]] = {}
     step = generator.engine.step_modern
 
     def timed_step() -> Any:
@@ -186,47 +196,26 @@ def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str,
         return result
 
     def run() -> None:
+        steps.clear()
         generator.generate(requests)
 
-    def time_run(name: str) -> None:
-        steps.clear()
-        _time(times, name, run)
-        step_times.setdefault(name, []).append(statistics.median(steps[_PREFILL_STEPS:]))
+    def a_step() -> float:
+        return statistics.median(steps[_PREFILL_STEPS:])
 
     generator.engine.step_modern = timed_step
     run()
-    for number in range(rounds):
-        time_run("plain")
+    for number in _rounds(runs, rounds):
+        runs.time("plain", run, a_step)
         with Capture(model, None, "gen", level="off"):
-            time_run("off")
-        time_run("plain")
-        with ExitStack() as stack:
-            capture = stack.enter_context(Capture(model, root / f"d{number}", "gen"))
+            runs.time("off", run, a_step)
+        runs.time("plain", run, a_step)
+        with Capture(model, root / f"d{number}", "gen") as capture:
             generator.record_graphs()
-            time_run("digest-first")
-            for _ in range(2):
-                capture.session.flush()
-                time_run("digest")
+            for name in ("digest-first", "digest", "digest"):
+                runs.time(name, run, a_step, settle=capture.session.flush)
             facts["sites"], facts["errors"] = len(capture.session.metas), list(capture.session.errors)
             facts["graphs"] = capture.session.summary()["graphs"]
         shutil.rmtree(root / f"d{number}")
         generator.record_graphs()
         run()
-    return {**facts, **_figures(times), "step": _figures(step_times)}
-
-
-def _time(times: dict[str, list[float]], name: str, run: Callable[[], None]) -> None:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    times.setdefault(name, []).append(time.perf_counter() - begin)
-
-
-def _figures(times: dict[str, list[float]]) -> dict[str, Json]:
-    median = {name: statistics.median(values) for name, values in times.items()}
-    return {
-        "seconds": {name: round(value, 5) for name, value in median.items()},
-        "best": {name: round(min(values), 5) for name, values in times.items()},
-        "ratio": {name: round(value / median["plain"], 4) for name, value in median.items() if name != "filing"},
-    }
+    return {**facts, **runs.figures(), "step": runs.figures(parts=True), "host": runs.host()}
