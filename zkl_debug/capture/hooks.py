@@ -115,7 +115,8 @@ class ModuleHooks:
             sites: Iterable[tuple[str, torch.Tensor]]
             if simple and frame.trusted:
                 waits = session.postponed.waits
-                if len(args) == 1 and not kwargs and _is_activation(args[0]) and waits(name, args[0], *how):
+                alone = len(args) == 1 and kwargs.keys().isdisjoint(ACTIVATION_KWARGS)
+                if alone and _is_activation(args[0]) and waits(name, args[0], *how):
                     return
                 sites = [(site, t) for site, t in _ports(name, _inputs(args, kwargs)) if not waits(site, t, *how)]
                 if not sites:
@@ -144,8 +145,8 @@ class ModuleHooks:
             frame = session.frame
             if unread or frame is None:
                 return
-            later = simple and frame.trusted and isinstance(output, torch.Tensor)
-            if not (later and session.postponed.waits(name, output, *how)):
+            alone = _alone(output) if simple and frame.trusted else None
+            if alone is None or not session.postponed.waits(name, alone, *how):
                 with session.guarded(name):
                     if rule is not None and rule.choice:
                         output = _as_map(module, output)
@@ -185,6 +186,13 @@ def _is_activation(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.is_floating_point()
     except Exception:  # found out under the guard
         return False
+
+
+def _alone(output: Any) -> torch.Tensor | None:
+    """The one tensor that a module gives, as it is or with a bias that it has not; None where there are more."""
+    if type(output) is tuple and len(output) == 2 and output[1] is None:
+        output = output[0]
+    return output if isinstance(output, torch.Tensor) else None
 
 
 def _ports(name: str, tensors: Iterator[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from zkl_debug.capture.session import CaptureSession
     from zkl_debug.capture.together import Launch, Worked
 
-#: Name, shape, strides and type of a site's tensor, its device, and how it is read.
-Like = tuple[str, torch.Size, tuple[int, ...], torch.dtype, int, str, bool]
+#: Name, shape, strides (None without gaps) and type of a site's tensor, its device, and how it is read.
+Like = tuple[str, torch.Size, tuple[int, ...] | None, torch.dtype, int, str, bool]
 
 
 def like(site: Waiting) -> Like:
     """What the reading of a site depends on, but for the place of rows and memory."""
     tensor = site.tensor
-    return site.name, tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), site.layout, site.flatten
+    stride = None if tensor.is_contiguous() else tensor.stride()
+    return site.name, tensor.shape, stride, tensor.dtype, tensor.get_device(), site.layout, site.flatten
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +89,7 @@ class Script:
                 or tensor.data_ptr() != address
                 or (version >= 0 and (frame.twins or tensor._version != version))
                 or tensor.shape != shape
-                or tensor.stride() != stride
+                or not (tensor.is_contiguous() if stride is None else tensor.stride() == stride)
                 or tensor.dtype is not dtype
                 or tensor.get_device() != index
                 or site.layout != layout
