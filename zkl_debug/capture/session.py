@@ -253,6 +253,8 @@ class CaptureSession:
         if frame is None:
             self.outside[name] = self.outside.get(name, 0) + 1
             return False
+        if name in frame.trusted and self.postponed.waits(name, tensor, kind, semantic, layout, flatten):
+            return True
         if not self.wants(name):
             return False
         recording = self.recording
