@@ -210,7 +210,7 @@ class Postponed:
         tensors: Sequence[torch.Tensor],
     ) -> None:
         """Do what a site takes, which reads these tensors, when it may be done; now where that may not be the same."""
-        marks = tuple((tensor, _version(tensor), tensor.data_ptr()) for tensor in tensors)
+        marks = tuple([(tensor, _version(tensor), tensor.data_ptr()) for tensor in tensors])
         here = not self._elsewhere(frame)
         if here and name in frame.trusted:
             frame.errands.append(Errand(name, issue, file, marks))

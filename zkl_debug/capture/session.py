@@ -383,15 +383,9 @@ class CaptureSession:
     def late(self, *tensors: torch.Tensor) -> bool:
         """Whether what is recorded of these tensors may be worked out when the frame is filed."""
         frame = self.frame
-        if (
-            frame is None
-            or frame.rows.warmup
-            or self.forcing is not None
-            or self.recording
-            or self.shard_of is not None
-        ):
+        if frame is None or frame.given.warmup or self.forcing is not None or self.recording:
             return False
-        return all(self.kernels.takes(tensor) for tensor in tensors)
+        return self.shard_of is None and all(map(self.kernels.takes, tensors))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor on the host, to be read when the open frame is filed."""
