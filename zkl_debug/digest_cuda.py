@@ -208,10 +208,8 @@ class Launcher:
             CudaError: the driver refuses.
         """
         buffer, arguments = self._buffer()
-        n, width, stride = tokens.shape[0], table.shape[1], table.stride(0)
-        _PICK.pack_into(
-            buffer, 0, tokens.data_ptr(), selected.data_ptr(), table.data_ptr(), out, stride, width, n
-        )  # fmt: skip
+        n, addresses = tokens.shape[0], [tensor.data_ptr() for tensor in (tokens, selected, table)]
+        _PICK.pack_into(buffer, 0, *addresses, out, table.stride(0), table.shape[1], n)
         self._issue(self._functions["pick", 0], -(-n // (32 * _WARPS)), arguments)
 
     def copy(self, address: int, out: int, nbytes: int) -> None:

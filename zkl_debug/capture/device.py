@@ -163,7 +163,7 @@ class DeviceFrame:
         """Issue ``rows`` digests of tensors at these addresses, one behind the other, by what was worked out."""
         chunk = self.reserve(rows, device)
         start = chunk.used
-        if not launch(addresses, chunk.device.data_ptr() + 16 * start):
+        if not launch(addresses, chunk.address(start)):
             return None
         chunk.used = start + rows
         return Pending(len(self.chunks) - 1, start, rows)

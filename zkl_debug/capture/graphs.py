@@ -168,7 +168,7 @@ class GraphWatch:
     def _hand_on(self, plan: Plan) -> None:
         """Have what was read at the end of the graph before read once more by this one."""
         handing, self.handing = self.handing, None
-        if handing is not None and plan.late is not None and self.session.in_forward:
+        if handing is not None and plan.late is not None:
             plan.late.adopt(*handing)
 
     def _settle(self, graph: Any, plan: Plan, late: LateReadings, repeatable: bool) -> None:

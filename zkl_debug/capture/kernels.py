@@ -30,16 +30,10 @@ class Kernels:
         self._holds = 0
         self._held: list[Any] = []
         self._anywhere: bool | None = None
-        self._has_kernel: dict[int, bool] = {}  # by index of a device
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether digests of this tensor are computed on its device."""
-        if not tensor.is_cuda:
-            return False
-        known = self._has_kernel.get(tensor.get_device())
-        if known is None:
-            known = self._has_kernel[tensor.get_device()] = gpu_digest(tensor.device) is not None
-        return known
+        return tensor.is_cuda and gpu_digest(tensor.device) is not None
 
     def anywhere(self) -> bool:
         """Whether there may be tensors that :meth:`takes` takes."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Pending, payload_bits
 from zkl_debug.capture.frame import Deferred, OpenFrame
-from zkl_debug.capture.layout import RowView
+from zkl_debug.capture.layout import RowView, dtype_name
 from zkl_debug.capture.rows import label_rows
 from zkl_debug.digest import digest_array
 from zkl_debug.schema import U64, SiteBlock, SiteKind, SiteMeta
@@ -127,24 +127,13 @@ def label_metas(
     session: CaptureSession, frame: OpenFrame, label_site: str, labels: torch.Tensor, selected: torch.Tensor
 ) -> tuple[SiteMeta | None, SiteMeta | None]:
     """Metas of the label's site and of the log-prob's, None where it is not wanted."""
-    first = LABEL not in frame.seen and label_site not in frame.seen
-    key = label_site, labels.dtype, selected.dtype
-    known = session.label_metas.get(key) if first else None
-    if known is not None:  # as in the step before
-        frame.seen.update((meta.name, 1) for meta in known if meta is not None)
-        return known
-    none = np.zeros(0, np.uint32)  # the rows are known when the frame is filed
 
     def meta(name: str, tensor: torch.Tensor, semantic: str) -> SiteMeta | None:
         if not session.wants(name):
             return None
-        view = RowView(tensor, None, none, ())
-        return session.meta_of(session.occurrence(frame, name), view, SiteKind.TAP, semantic)
+        return session.meta_for(session.occurrence(frame, name), dtype_name(tensor), (), SiteKind.TAP, semantic)
 
-    found = meta(LABEL, labels, "label"), meta(label_site, selected, "selected")
-    if first:
-        session.label_metas[key] = found
-    return found
+    return meta(LABEL, labels, "label"), meta(label_site, selected, "selected")
 
 
 def label_blocks(

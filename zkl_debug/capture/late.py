@@ -106,7 +106,6 @@ class LateReadings:
         handed: by such a row, that of the reading there.
         apart: of these, those that were unequal.
         relied: of the rows handed on, those by which sites are read: the launch at the end is left out.
-        betrayed: a later replay had unequal readings of a tensor that is read once between rechecks.
     """
 
     arena: torch.Tensor
@@ -124,7 +123,6 @@ class LateReadings:
     handed: dict[int, int] = field(default_factory=dict)
     apart: set[int] = field(default_factory=set)
     relied: frozenset[int] = frozenset()
-    betrayed: bool = False
     _waiting: dict[object, Held] = field(default_factory=dict)
     _adopted: tuple[LateReadings, dict[object, Held]] | None = None
     _unplaced: list[int] = field(default_factory=list)
@@ -206,13 +204,11 @@ class LateReadings:
         """Judge the two readings of a tensor in one replay, uint64 [n, 2] each, rows without meaning left out."""
         if not np.array_equal(first, second):
             self.written.add(start)
-            self.betrayed = self.betrayed or start in self.trusted
 
     def compare_handed(self, at: int, second: U64, third: U64) -> None:
         """:meth:`compare` for the reading of the next graph."""
         if not np.array_equal(second, third):
             self.apart.add(at)
-            self.betrayed = self.betrayed or at in self.relied
 
     def count(self, rows: int) -> None:
         """A replay of so many rows was compared."""
@@ -233,6 +229,11 @@ class LateReadings:
         late = {self.rows[start] for start, node in self.nodes.items() if node in gone and start in self.rows}
         return late & self.last_rows
 
+    @property
+    def betrayed(self) -> bool:
+        """Whether a later replay had unequal readings of a tensor that is read once between rechecks."""
+        return not (self.trusted.isdisjoint(self.written) and self.relied.isdisjoint(self.apart))
+
     def unequal(self, site: GraphSite) -> bool:
         """Whether readings of a site were."""
         return site.start in self.written or self.rows.get(site.start) in self.apart
@@ -246,8 +247,6 @@ class LateReadings:
         """What the graph of a plan writes once these nodes are gone."""
         self.trusted = frozenset(start for start, node in self.nodes.items() if node in gone)
         self.relied = frozenset(self._left(gone)) if self.last in gone else frozenset()
-        # Readings may have been compared meanwhile, by the thread that reads frames out: it looks after it has told.
-        self.betrayed = not (self.trusted.isdisjoint(self.written) and self.relied.isdisjoint(self.apart))
         sites = [self._placed(site) if site.start in self.trusted else site for site in plan.sites]
         return type(plan)(plan.owner, sites, plan.slots, base=plan, needs=self.taker if self.relied else None)
 

@@ -89,13 +89,11 @@ def wait(
     flatten: bool = False,
 ) -> bool:
     """Have a trusted site wait; False where it did already (a further occurrence), or no more may wait."""
-    total, names = frame.passed_bytes + tensor.nbytes, frame.names
-    if name in names or frame.passed >= MOST or total > (MOST_BYTES_OF_PARTS if frame.parts else MOST_BYTES):
+    if name in frame.names or not _pass(frame, tensor.nbytes):
         return False
-    version = -1 if tensor.is_inference() else tensor._version
-    frame.waiting.append(Waiting(name, tensor, kind, semantic, layout, flatten, version, tensor.data_ptr()))
-    frame.passed, frame.passed_bytes = frame.passed + 1, total
-    names.add(name)
+    waiting = Waiting(name, tensor, kind, semantic, layout, flatten, _version(tensor), tensor.data_ptr())
+    frame.names.add(name)
+    frame.waiting.append(waiting)
     return True
 
 
@@ -166,14 +164,11 @@ class Postponed:
 
         To be asked without a guard before that is called under one, for it takes next to nothing.
         """
-        session = self._session
-        frame, graphs = session.frame, session.graphs
+        frame, graphs = self._session.frame, self._session.graphs
         if frame is None or name not in frame.trusted or (graphs is not None and graphs.recording is not None):
             return False
         try:
-            return session.kernels.stream() == frame.stream and wait(
-                frame, name, tensor, kind, semantic, layout, flatten
-            )
+            return not self._elsewhere(frame) and wait(frame, name, tensor, kind, semantic, layout, flatten)
         except Exception:  # a tensor that cannot be asked: what is wrong with it is found under the guard
             return False
 
@@ -210,7 +205,7 @@ class Postponed:
         tensors: Sequence[torch.Tensor],
     ) -> None:
         """Do what a site takes, which reads these tensors, when it may be done; now where that may not be the same."""
-        marks = tuple([(tensor, _version(tensor), tensor.data_ptr()) for tensor in tensors])
+        marks = tuple((tensor, _version(tensor), tensor.data_ptr()) for tensor in tensors)
         here = not self._elsewhere(frame)
         if here and name in frame.trusted:
             frame.errands.append(Errand(name, issue, file, marks))

@@ -51,7 +51,6 @@ class CaptureSession:
         self.enabled = options.level != "off"
         self.errors: list[str] = []
         self.metas: dict[str, SiteMeta] = {}
-        self.label_metas: dict[object, tuple[SiteMeta | None, SiteMeta | None]] = {}  # see ``capture/labels.py``
         self.not_rows: dict[str, str] = {}
         self.outside: dict[str, int] = {}
         self.filtered: set[str] = set()
@@ -253,8 +252,6 @@ class CaptureSession:
         if frame is None:
             self.outside[name] = self.outside.get(name, 0) + 1
             return False
-        if name in frame.trusted and self.postponed.waits(name, tensor, kind, semantic, layout, flatten):
-            return True
         if not self.wants(name):
             return False
         recording = self.recording

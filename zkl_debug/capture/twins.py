@@ -112,9 +112,6 @@ class Twins:
         """
         if frame % RECHECK == 0 or self.never:
             return ()
-        shown = self._shown.get(phase)
-        if shown is not None:
-            return shown
         with self._lock:
             if phase not in self._shown:
                 self._shown[phase] = frozenset(self._until_end.get(phase, ()))

@@ -48,8 +48,6 @@ class WeightWatch:
         if session.writer is None or rows.warmup or session.recording or not rows.n_rows:
             return
         phase = rows.phase
-        if phase is Phase.DECODE and self._phase is phase and self._seen == (session.step, session.weight_version):
-            return  # weights are not exchanged while a sequence is being decoded
         if isinstance(rows, FrameRows) and phase is Phase.MIXED:
             phase = Phase(int(row_phase(rows.rows["flags"]).min()))
         turned, self._phase = phase != self._phase, phase
@@ -68,7 +66,7 @@ class WeightWatch:
         self._sample = self._read_sample()
 
     def _may_have_changed(self, phase: Phase, turned: bool) -> bool:
-        """Not while a sequence is being decoded; on a device a look costs a wait for it."""
+        """Weights are not exchanged while a sequence is being decoded; on a device a look costs a wait for it."""
         return phase is not Phase.DECODE and (turned or not any(w.is_cuda for w in self._watched()))
 
     def _read_sample(self) -> tuple[tuple[int, int], ...]:

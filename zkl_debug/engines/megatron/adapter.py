@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,13 +97,9 @@ class MegatronAdapter:
         if getattr(getattr(capture.model, "config", None), "moe_enable_routing_replay", False):
             taps_routing.install(capture)
 
-    @property
-    def fit_rows(self) -> Callable[[FrameRows], FrameRows] | None:
-        """What makes of the rows of a forward those that this rank's tensors hold; None where they hold all."""
-        return self._split if self.place.sp else None
-
-    def _split(self, rows: FrameRows) -> FrameRows:
-        rows.split = self.place.at("tp")
+    def fit_rows(self, rows: FrameRows) -> FrameRows:
+        """Rows of a forward as this rank's tensors hold them."""
+        rows.split = self.place.at("tp") if self.place.sp else (0, 1)
         return rows
 
     def graphs_in_a_row(self, model: torch.nn.Module) -> bool:

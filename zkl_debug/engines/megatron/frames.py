@@ -83,8 +83,6 @@ class DecodeRun:
     prompt_len: NDArray[np.int64]
     flags: NDArray[np.uint32]
     tokens: list[NDArray[np.int64]] = field(default_factory=list)
-    #: Slots of the requests in the engine, the last of them, and what the engine has of the requests there.
-    _where: tuple[NDArray[np.integer], int, bytes] | None = None
 
     @classmethod
     def behind(
@@ -107,30 +105,6 @@ class DecodeRun:
     def continues(self, request: NDArray[np.int64], position: NDArray[np.int64]) -> bool:
         """Whether a step is the next of the run."""
         return np.array_equal(request, self.request) and np.array_equal(position, self.position + 1)
-
-    def next_of(self, context: Any, n: int) -> tuple[I64, I64] | None:
-        """Positions and tokens of a step, int64 [n] each, if it is the next and the engine moved no request."""
-        where = self._where
-        if where is None or n != len(self.request) or not context.token_to_pos_ids.is_cpu:
-            return None
-        decode_end = int(context.paused_request_count) + int(context.num_decode_requests)
-        slots, last_slot, requests = where
-        # Bytes are compared: of arrays this short, numpy's own comparison is many calls.
-        if last_slot >= decode_end or context.token_to_request_idx.numpy()[:n].tobytes() != slots.tobytes():
-            return None
-        position = context.token_to_pos_ids.numpy()[:n].astype(np.int64)
-        if position.tobytes() != (self.position + 1).tobytes():
-            return None
-        if context.request_ids.numpy()[slots].tobytes() != requests:
-            return None
-        return position, context.token_to_input_ids.numpy()[:n].astype(np.int64)
-
-    def stay(self, context: Any, n: int) -> None:
-        """The engine keeps the requests where they are now."""
-        tensors = (context.token_to_request_idx, context.request_ids)
-        if all(tensor.is_cpu for tensor in tensors):
-            slots = tensors[0].numpy()[:n].copy()
-            self._where = slots, int(slots.max()), tensors[1].numpy()[slots].tobytes()
 
     def advance(self, position: NDArray[np.int64], token: NDArray[np.int64]) -> LatePrefix:
         """Prefix digests of the next step's rows."""
@@ -221,32 +195,29 @@ def dynamic_step(context: Any, history: EngineHistory) -> tuple[FrameRows, StepR
     if getattr(context, "is_creating_cuda_graphs", False):
         none = np.zeros(0, np.int64)
         return warmup_rows((padded, 1)), StepRequests(none, none, none)
-    graph = padded if context.using_cuda_graph_this_step() else -1
-    found = None if history.run is None else history.run.next_of(context, n)
-    if found is not None:
-        assert history.run is not None
-        return _decode_step(history, history.run, *found, (padded, 1), graph)
     slots = _host(context.token_to_request_idx[:n])
     request = _host(context.request_ids)[slots]
     position = _host(context.token_to_pos_ids[:n])
     token = _host(context.token_to_input_ids[:n])
+    graph = padded if context.using_cuda_graph_this_step() else -1
     decode_end = int(context.paused_request_count) + int(context.num_decode_requests)
     is_decode = slots < decode_end
     if n and is_decode.all() and history.decoding(request, position):
         assert history.run is not None
-        history.run.stay(context, n)
-        return _decode_step(history, history.run, position, token, (padded, 1), graph)
+        frame = _decode_frame(history.run, history.step, position, token, (padded, 1), graph)
+        history.step += 1
+        return frame, StepRequests(request, position, frame.slot, history.run.prompt_len)
     known, history.run = history.requests, None
     prefix = np.zeros((n, 2), np.uint64)
     flags = np.zeros(n, np.uint32)
     keyed = np.zeros(n, bool)
-    entries = []
+    found = []
     for rid, index in _by_request(request):
         entry = known.get(rid)
         if entry is not None and _take_tokens(entry, position[index], token[index]):
             keyed[index] = True
-            entries.append((entry, index))
-    _key_requests(entries, position, is_decode, prefix, flags)
+            found.append((entry, index))
+    _key_requests(found, position, is_decode, prefix, flags)
     rows_at = np.flatnonzero(keyed)
     rows = late(lambda: make_rows(request[rows_at], position[rows_at], token[rows_at], prefix[rows_at], flags[rows_at]))
     phases = set(np.where(is_decode, int(Phase.DECODE), int(Phase.PREFILL)).tolist())
@@ -276,14 +247,14 @@ def sketched(context: Any) -> tuple[int, int] | None:
     return (n, int(context.padded_active_token_count)) if n and context.is_decode_only() else None
 
 
-def _decode_step(
-    history: EngineHistory,
+def _decode_frame(
     run: DecodeRun,
+    step: int,
     position: NDArray[np.int64],
     token: NDArray[np.int64],
     grid: tuple[int, int],
     graph: int,
-) -> tuple[FrameRows, StepRequests]:
+) -> FrameRows:
     """A step in which every request runs one token."""
     prefix = run.advance(position, token)
     request = run.request
@@ -296,12 +267,11 @@ def _decode_step(
         n_seqs=len(position),
         max_seqlen_q=1,
         last=every,
-        micro_batch=history.step,
+        micro_batch=step,
         graph=graph,
     )
     frame.cache["leading"] = True
-    history.step += 1
-    return frame, StepRequests(request, position, every, run.prompt_len)
+    return frame
 
 
 def _host(tensor: torch.Tensor) -> NDArray[np.int64]:
