@@ -82,6 +82,13 @@ def copy_to(to: torch.Tensor, value: torch.Tensor) -> None:
     to.copy_(value)
 
 
+def run(step: Callable[[], None]) -> None:
+    """What a program issues: a step of the graph that is being recorded, if one is."""
+    if FakeGraph.current is not None:
+        FakeGraph.current.steps.append(step)
+    step()
+
+
 class FakeKernels(Kernels):
     """Digests on the host; inside a recording they become steps of the graph."""
 
@@ -198,9 +205,7 @@ class Layer(nn.Module):
         def step() -> None:
             out.copy_(x * self.weight)
 
-        if FakeGraph.current is not None:
-            FakeGraph.current.steps.append(step)
-        step()
+        run(step)
         return out
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from graph_fakes import WIDTH, FakeExecutable, FakeGraph, call, copy_to, digests, steps_of, warmup, watched
+from graph_fakes import WIDTH, FakeExecutable, FakeGraph, call, copy_to, digests, run, steps_of, warmup, watched
 from torch import nn
 
 from zkl_debug.capture.api import Capture
@@ -18,12 +18,6 @@ from zkl_debug.capture.twins import RECHECK
 from zkl_debug.store.reader import open_capture
 
 LAYERS = 3
-
-
-def run(step: Callable[[], None]) -> None:
-    if FakeGraph.current is not None:
-        FakeGraph.current.steps.append(step)
-    step()
 
 
 class Times(nn.Module):
@@ -112,6 +106,14 @@ def steps(model: Layered, capture: Capture, tokens: list[list[int]], graph: bool
         capture.session.flush()
 
 
+def same_digests(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Those of the capture ``graph``, which are found to be those of ``eager``."""
+    want, found = digests(folder / "eager"), digests(folder / "graph")
+    assert set(want) == set(found)
+    assert {name for name in want if not np.array_equal(want[name], found[name])} == set()
+    return found
+
+
 def plans(model: Layered) -> list[Any]:
     return [graph._zkl_plan for graph in model.graphs]  # type: ignore[attr-defined]
 
@@ -131,9 +133,7 @@ def test_the_launch_at_the_end_of_a_graph_is_left_out_and_the_digests_stay(tmp_p
     other = watched(cast("Any", eager), tmp_path / "eager")
     steps(eager, other, tokens, graph=False)
     other.__exit__(None, None, None)
-    want, found = digests(tmp_path / "eager"), digests(tmp_path / "graph")
-    assert set(want) == set(found)
-    assert {name for name in want if not np.array_equal(want[name], found[name])} == set()
+    found = same_digests(tmp_path)
     assert len(np.unique(found["layers.0:out"], axis=0)) > 50
 
 
@@ -151,8 +151,7 @@ def test_memory_that_the_next_graph_writes_over_first_is_read_where_it_was(tmp_p
     other = watched(cast("Any", eager), tmp_path / "eager")
     steps(eager, other, tokens, graph=False)
     other.__exit__(None, None, None)
-    want, found = digests(tmp_path / "eager"), digests(tmp_path / "graph")
-    assert {name for name in want if not np.array_equal(want[name], found[name])} == set()
+    same_digests(tmp_path)
 
 
 def test_memory_written_over_later_on_is_an_error_that_names_the_site(tmp_path: Path) -> None:
@@ -217,8 +216,7 @@ def test_a_program_that_may_write_between_two_graphs_keeps_the_launch(tmp_path: 
     assert all(plan.light is not None and plan.light.plan.needs is None for plan in plans(model))
     other.__exit__(None, None, None)
     capture.__exit__(None, None, None)
-    want, found = digests(tmp_path / "eager"), digests(tmp_path / "graph")
-    assert {name for name in want if not np.array_equal(want[name], found[name])} == set()
+    same_digests(tmp_path)
 
 
 def test_a_program_that_came_to_be_patched_before_it_mattered_keeps_the_launch(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from graph_fakes import WIDTH, FakeGraph, FakeKernels, copy_to, digests, rows_of, steps_of, warmup, watched
-from test_capture_handed import run
+from graph_fakes import WIDTH, FakeGraph, FakeKernels, copy_to, digests, rows_of, run, steps_of, warmup, watched
 from test_capture_waiting import Blocks, batches, score, watching
 from torch import nn
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 Place = tuple[int, int]
 #: A row of memory, of which the identity is told.
 Row = tuple[int, int]
-
-
 #: A reading that was made twice: whose, a row of the first, and where the two are.
 Double = tuple["LateReadings", int, Place, Place]
 
@@ -120,17 +118,16 @@ class Reading:
                 plan.late.forsake()
         sites = tuple(site for plan in plans for site in plan.sites)
         copies, at = _copies(plans)
-        doubles, handed = [], []
+        doubles: list[Double] = []
+        handed: list[Double] = []
         for plan in plans:
-            late = plan.late
-            for start, memory in {s.start: s.arena for s in plan.sites}.items():
-                if late is None or start not in late.rows:
+            for start, memory in {site.start: site.arena for site in plan.sites}.items():
+                again = () if plan.late is None else plan.late.again(start)
+                if plan.late is None or not again:
                     continue
-                second = late.rows[start]
-                doubles.append((late, start, at[id(memory), start], at[id(memory), second]))
-                if late.taker is not None and second in late.handed:
-                    third = at[id(late.taker.arena), late.handed[second]]
-                    handed.append((late, second, at[id(memory), second], third))
+                first, second, *third = (at[id(of), row] for of, row in ((memory, start), *again))
+                doubles.append((plan.late, start, first, second))
+                handed += ((plan.late, again[0][1], second, place) for place in third)
         return cls(
             sites,
             copies,
@@ -149,17 +146,10 @@ def _copies(plans: list[Plan]) -> tuple[tuple[Copied, ...], dict[Row, Place]]:
     """What is copied to read the sites of graphs, and where each reading is then."""
     wanted: dict[int, tuple[torch.Tensor, dict[int, int]]] = {}  # by memory: rows of each reading by its first
     for plan in plans:
-        late = plan.late
         for site in plan.sites:
-            of = wanted.setdefault(id(site.arena), (site.arena, {}))[1]
-            of[site.start] = site.rows
-            if late is None or site.start not in late.rows:
-                continue
-            second = late.rows[site.start]
-            of[second] = site.rows
-            if late.taker is not None and second in late.handed:
-                arena = late.taker.arena
-                wanted.setdefault(id(arena), (arena, {}))[1][late.handed[second]] = site.rows
+            again = () if plan.late is None else plan.late.again(site.start)
+            for memory, row in ((site.arena, site.start), *again):
+                wanted.setdefault(id(memory), (memory, {}))[1][row] = site.rows
     copies, at = [], {}
     for number, (memory, of) in enumerate(wanted.values()):
         starts = sorted(of)

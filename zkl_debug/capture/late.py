@@ -199,6 +199,16 @@ class LateReadings:
             giver.handed[at] = self._waiting[memory][2]
         giver.taker = self
 
+    def again(self, start: int) -> tuple[tuple[torch.Tensor, int], ...]:
+        """Memory and row of the further readings of a tensor, whose first goes to row ``start``: of this graph, and of
+        the next one where that makes one."""
+        if start not in self.rows:
+            return ()
+        second = self.arena, self.rows[start]
+        if self.taker is None or second[1] not in self.handed:
+            return (second,)
+        return second, (self.taker.arena, self.handed[second[1]])
+
     # ---- afterwards -----------------------------------------------------------------------------------------------
     def compare(self, start: int, first: U64, second: U64) -> None:
         """Judge the two readings of a tensor in one replay, uint64 [n, 2] each, rows without meaning left out."""

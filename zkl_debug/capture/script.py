@@ -33,6 +33,26 @@ def like(site: Waiting) -> Like:
     return site.name, tensor.shape, stride, tensor.dtype, tensor.get_device(), site.layout, site.flatten
 
 
+@dataclass(frozen=True)
+class Several(Deferred):
+    """Sites of a frame that were read together, and where their digests are; made into blocks when it is filed.
+
+    Attributes:
+        worked: the sites.
+        places: of each, the chunk its digests are in, and the first of them there.
+    """
+
+    worked: Worked
+    places: Sequence[tuple[int, int]]
+
+    def blocks(self, frame: OpenFrame, parts: list[U64]) -> list[SiteBlock]:  # noqa: ARG002
+        """The sites, from the digests of each chunk."""
+        return [
+            SiteBlock(meta, row, parts[part][start : start + len(row)])
+            for meta, row, (part, start) in zip(self.worked.metas, self.worked.rows, self.places, strict=True)
+        ]
+
+
 @dataclass(frozen=True, eq=False)
 class Script:
     """What was done for some sites, when none of their memory had been read before in the frame.
@@ -106,33 +126,16 @@ class Script:
         if pending is None:
             return False
         frame.seen.update(self.counted)
-        frame.deferred.append(Read(self, pending.part, pending.start))
+        places = [(pending.part, pending.start + offset) for offset in self.offsets]
+        frame.deferred.append(Several(self.worked, places))
         for at, entry in zip(self.unique, self.worked.entries, strict=True):
             site = sites[at]
             if site.version >= 0:
                 key = memory_key(site.tensor, entry.take, entry.slots)
                 if key is not None:
-                    made = Pending(pending.part, pending.start + self.offsets[at], entry.count)
+                    made = Pending(*places[at], entry.count)
                     frame.remember(key, Reading(site.tensor, site.version, site.name, made))
         return True
-
-
-@dataclass(frozen=True)
-class Read(Deferred):
-    """Sites that were read by a script, and where the digests are; made into blocks when the frame is filed."""
-
-    script: Script
-    part: int
-    start: int
-
-    def blocks(self, frame: OpenFrame, parts: list[U64]) -> list[SiteBlock]:  # noqa: ARG002
-        """The sites, from the digests of each chunk."""
-        digests, worked = parts[self.part], self.script.worked
-        begins = [self.start + offset for offset in self.script.offsets]
-        return [
-            SiteBlock(meta, row, digests[begin : begin + len(row)])
-            for meta, row, begin in zip(worked.metas, worked.rows, begins, strict=True)
-        ]
 
 
 def _shared(addresses: Sequence[int]) -> tuple[int, ...]:

@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Pending
-from zkl_debug.capture.frame import Deferred, OpenFrame
+from zkl_debug.capture.frame import OpenFrame
 from zkl_debug.capture.layout import I64, dtype_name, flattened, resolve
 from zkl_debug.capture.rows import Geometry
-from zkl_debug.capture.script import Script
+from zkl_debug.capture.script import Script, Several
 from zkl_debug.capture.twins import Reading, memory_key
 from zkl_debug.lanes import LaneView, lane_view
-from zkl_debug.schema import U64, SiteBlock, SiteMeta
+from zkl_debug.schema import SiteMeta
 
 if TYPE_CHECKING:
     from zkl_debug.capture.postponed import Waiting
@@ -76,21 +76,6 @@ class Worked:
     launches: dict[tuple[int, ...], Launch | None] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Several(Deferred):
-    """Sites of a frame that were read together, and where their digests are; made into blocks when it is filed."""
-
-    worked: Worked
-    pending: Sequence[Pending]
-
-    def blocks(self, frame: OpenFrame, parts: list[U64]) -> list[SiteBlock]:  # noqa: ARG002
-        """The sites, from the digests of each chunk."""
-        return [
-            SiteBlock(meta, row, parts[at.part][at.start : at.start + at.rows])
-            for meta, row, at in zip(self.worked.metas, self.worked.rows, self.pending, strict=True)
-        ]
-
-
 class Together:
     """The sets of sites of one session that were worked out."""
 
@@ -121,7 +106,7 @@ class Together:
         if found is None:
             return list(sites)
         frame.seen.update(dict.fromkeys(worked.names, 1))
-        frame.deferred.append(Several(worked, [found[at] for at in which]))
+        frame.deferred.append(Several(worked, [(found[at].part, found[at].start) for at in which]))
         if at is not None and not rest:
             self._remember(frame, sites, at, worked, which)
         return rest
