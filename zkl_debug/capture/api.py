@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -20,7 +21,7 @@ from zkl_debug.capture import meta as capture_meta
 from zkl_debug.capture.forcing import Visitor
 from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.hooks import ModuleHooks, ModuleRule
-from zkl_debug.capture.labels import make_label_rows
+from zkl_debug.capture.labels import make_label_rows, record_labels
 from zkl_debug.capture.options import CaptureOptions
 from zkl_debug.capture.rows import FrameRows, Sketch, padded_rows, warmup_rows
 from zkl_debug.capture.session import CaptureSession
@@ -329,8 +330,8 @@ class Capture:
             keep = np.flatnonzero(ids >= 0)
             rows = make_label_rows(self.session, keep, ids[keep])
             index = torch.from_numpy(keep)
-            self.session.record_labels(
-                "logprobs/selected:out.0", rows, log_probs.detach()[index], labels.detach()[index]
+            record_labels(
+                self.session, "logprobs/selected:out.0", rows, log_probs.detach()[index], labels.detach()[index]
             )
 
     def add_manifest(self, key: str, value: Json) -> None:
@@ -362,11 +363,7 @@ class Capture:
             if rows is None:
                 session.end_frame()
                 return
-            self._weights.before_frame(rows)
-            fit = getattr(self.adapter, "fit_rows", None)
-            if fit is not None and not rows.warmup:
-                rows = rows.then(fit) if isinstance(rows, Sketch) else fit(rows)
-            session.begin_frame(rows)
+            session.begin(rows, functools.partial(self._open, rows))
             if rows.warmup:
                 return
             ids, positions = _ids(args, kwargs)
@@ -375,6 +372,13 @@ class Capture:
                     value = value if value.dtype == torch.int64 else value.to(torch.int64)
                     if not session.postponed.waits(name, value, SiteKind.INPUT, "input", "bs"):
                         session.record(name, value, kind=SiteKind.INPUT, semantic="input", layout="bs")
+
+    def _open(self, rows: FrameRows | Sketch) -> None:
+        self._weights.before_frame(rows)
+        fit = getattr(self.adapter, "fit_rows", None)
+        if fit is not None and not rows.warmup:
+            rows = rows.then(fit) if isinstance(rows, Sketch) else fit(rows)
+        self.session.begin_frame(rows)
 
     def _after_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
         session = self.session

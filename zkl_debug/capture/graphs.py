@@ -86,8 +86,9 @@ class GraphWatch:
             session = self.session
             if session.enabled:
                 with session.guarded("graph:begin"):
-                    if not session.in_forward:
-                        session.end_frame()  # nothing of an earlier frame may be read out into the recording
+                    # Nothing of an earlier frame may be read out into the recording, and none opened in it.
+                    if session.frame is not None and not session.in_forward:
+                        session.end_frame()
                     self._prepare()
                     self.recording = Plan(self, late=self._late(graph))
                     self._hand_on(self.recording)
@@ -123,6 +124,11 @@ class GraphWatch:
             if not session.enabled:
                 return original(graph, *args, **kwargs)
             plan: Plan | None = getattr(graph, _ATTRIBUTE, None)
+            if session.beginning is not None and self._launch(plan):
+                frame = session.frame  # opened now, while the device works
+                if plan is not None and plan.light is not None and frame is not None:
+                    self._replayed(frame, plan, plan.light.plan)
+                return None
             if plan is not None and plan.owner is self and not session.in_forward and self.opener is not None:
                 with session.guarded("graph:rows"):
                     self.opener()  # rows that were given for a graph of the whole model, which runs no hook
@@ -132,16 +138,11 @@ class GraphWatch:
                 with session.guarded("graph:replay"):
                     self._replaying(plan)
                 return original(graph, *args, **kwargs)
-            self.replays += 1  # the common case: nothing to ask of the device
-            frame.replayed.add(plan)
-            if plan.light is not None and frame.index % RECHECK and plan.light.usable:
-                try:
-                    plan.light.executable.launch()
-                    frame.plans.append(plan.light.plan)
-                    return None
-                except OSError as error:
-                    plan.light, self.refused = None, str(error)  # nothing was launched: the graph itself does as well
-            frame.plans.append(plan)
+            # The common case: nothing to ask of the device.
+            if frame.index % RECHECK and self._launch(plan) and plan.light is not None:
+                self._replayed(frame, plan, plan.light.plan)
+                return None
+            self._replayed(frame, plan, plan)
             if plan.late is None or not plan.late.due:
                 return original(graph, *args, **kwargs)
             drawn = self.kernels.drawn(generators(graph))
@@ -152,6 +153,22 @@ class GraphWatch:
             return result
 
         return replay
+
+    def _launch(self, plan: Plan | None) -> bool:
+        """Launch what may stand for a graph in frames that are no recheck; whether that was done."""
+        if plan is None or plan.owner is not self or plan.light is None or not plan.light.usable:
+            return False
+        try:
+            plan.light.executable.launch()
+        except OSError as error:
+            plan.light, self.refused = None, str(error)  # nothing was launched: the graph itself does as well
+            return False
+        return True
+
+    def _replayed(self, frame: OpenFrame, plan: Plan, written: Plan) -> None:
+        self.replays += 1
+        frame.replayed.add(plan)
+        frame.plans.append(written)
 
     def _prepare(self) -> None:
         """Memory for the digests of the coming graph, outside the graph's own pool."""

@@ -109,8 +109,10 @@ class ModuleHooks:
             if not session.enabled:
                 return
             session.path.append(path)
-            frame = session.frame
-            if unread or frame is None:
+            if unread:
+                return
+            frame = session.beginning or session.frame
+            if frame is None:
                 return
             sites: Iterable[tuple[str, torch.Tensor]]
             if simple and frame.trusted:
@@ -142,8 +144,10 @@ class ModuleHooks:
                 return
             while session.path and session.path.pop() != path:
                 pass
-            frame = session.frame
-            if unread or frame is None:
+            if unread:
+                return
+            frame = session.beginning or session.frame
+            if frame is None:
                 return
             alone = _alone(output) if simple and frame.trusted else None
             if alone is None or not session.postponed.waits(name, alone, *how):
@@ -154,7 +158,7 @@ class ModuleHooks:
                         self._record(site, tensor, rule)
             if last and frame.waiting and frame.parts:
                 with session.guarded(name):
-                    session.postponed.part_ended(frame, path)
+                    session.postponed.part_ended(path)
             if session.graphs is not None and session.graphs.recording is not None:
                 with session.guarded(name):
                     session.graphs.ended(path)

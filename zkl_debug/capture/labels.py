@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Pending, payload_bits
+from zkl_debug.capture.forcing import Forcing
 from zkl_debug.capture.frame import Deferred, OpenFrame
 from zkl_debug.capture.layout import RowView, dtype_name
 from zkl_debug.capture.rows import label_rows
@@ -64,6 +65,38 @@ class LateLabels(Deferred):
         return found
 
 
+def record_labels(
+    session: CaptureSession,
+    label_site: str,
+    rows: NDArray[np.void],
+    selected: torch.Tensor,
+    used: torch.Tensor,
+    table: torch.Tensor | None = None,
+) -> None:
+    """Record selected log-probs on label rows, with the label that was really used.
+
+    Args:
+        session: the session with an open frame.
+        label_site: site of the selected log-prob, e.g. ``logprobs/selected:out.0``.
+        rows: label rows from :func:`zkl_debug.capture.rows.label_rows`, shape [n].
+        selected: log-probs, shape [n], float32.
+        used: label ids that were used, shape [n], int64; teacher forcing writes the other side's into it.
+        table: log-probs of the whole vocabulary, shape [n, V]. Where a label was put right, the log-prob is
+            looked up again in it; without it the old label's stays.
+    """
+    frame = session.frame
+    if frame is None or frame.rows.warmup or len(rows) == 0:
+        return
+    index = (frame.n_rows + np.arange(len(rows))).astype(np.uint32)
+    frame.labels.append(rows)
+    before = used.clone() if session.forcing is not None else used
+    session.record_view(LABEL, RowView(used, None, index, ()), kind=SiteKind.TAP, semantic="label")
+    if isinstance(session.forcing, Forcing) and table is not None:  # others only look on and change no label
+        selected = session.forcing.looked_up_again(selected, table, before, used)
+    view = RowView(selected.contiguous(), None, index, ())
+    session.record_view(label_site, view, kind=SiteKind.TAP, semantic="selected")
+
+
 def record_late_labels(
     session: CaptureSession,
     label_site: str,
@@ -72,7 +105,7 @@ def record_late_labels(
     selected: torch.Tensor,
     intended: Intended,
 ) -> bool:
-    """:meth:`CaptureSession.record_labels` while labels and log-probs are on a device, without waiting for them.
+    """:func:`record_labels` while labels and log-probs are on a device, without waiting for them.
 
     Args:
         session: the session with an open frame.

@@ -29,6 +29,7 @@ from zkl_debug.capture.twins import END, Pair
 from zkl_debug.schema import SiteKind
 
 if TYPE_CHECKING:
+    from zkl_debug.capture.beginning import Beginning
     from zkl_debug.capture.session import CaptureSession
 
 
@@ -80,7 +81,7 @@ class Errand(NamedTuple):
 
 
 def wait(
-    frame: OpenFrame,
+    frame: OpenFrame | Beginning,
     name: str,
     tensor: torch.Tensor,
     kind: SiteKind,
@@ -91,9 +92,9 @@ def wait(
     """Have a trusted site wait; False where it did already (a further occurrence), or no more may wait."""
     if name in frame.names or not _pass(frame, tensor.nbytes):
         return False
-    waiting = Waiting(name, tensor, kind, semantic, layout, flatten, _version(tensor), tensor.data_ptr())
+    version = -1 if tensor.is_inference() else tensor._version
+    frame.waiting.append(Waiting(name, tensor, kind, semantic, layout, flatten, version, tensor.data_ptr()))
     frame.names.add(name)
-    frame.waiting.append(waiting)
     return True
 
 
@@ -102,7 +103,7 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _pass(frame: OpenFrame, nbytes: int) -> bool:
+def _pass(frame: OpenFrame | Beginning, nbytes: int) -> bool:
     """Count a site, whether it waits or not, so that all frames of a kind read at the same places."""
     total = frame.passed_bytes + nbytes
     if frame.passed >= MOST or total > (MOST_BYTES_OF_PARTS if frame.parts else MOST_BYTES):
@@ -164,7 +165,8 @@ class Postponed:
 
         To be asked without a guard before that is called under one, for it takes next to nothing.
         """
-        frame, graphs = self._session.frame, self._session.graphs
+        session = self._session
+        frame, graphs = session.beginning or session.frame, session.graphs
         if frame is None or name not in frame.trusted or (graphs is not None and graphs.recording is not None):
             return False
         try:
@@ -205,7 +207,7 @@ class Postponed:
         tensors: Sequence[torch.Tensor],
     ) -> None:
         """Do what a site takes, which reads these tensors, when it may be done; now where that may not be the same."""
-        marks = tuple((tensor, _version(tensor), tensor.data_ptr()) for tensor in tensors)
+        marks = tuple([(tensor, _version(tensor), tensor.data_ptr()) for tensor in tensors])
         here = not self._elsewhere(frame)
         if here and name in frame.trusted:
             frame.errands.append(Errand(name, issue, file, marks))
@@ -215,13 +217,14 @@ class Postponed:
         if here and frame.may_wait and not self._session.twins.refuses(frame.kind, name, END):
             frame.errands.append(Errand(name, issue, file, marks, first))
 
-    def part_ended(self, frame: OpenFrame, path: str) -> None:
+    def part_ended(self, path: str) -> None:
         """A part of a block has ended, and its sites were passed."""
-        if frame.parts and not self._session.recording and not self._elsewhere(frame):
+        frame = self._session.frame
+        if frame is not None and frame.parts and not self._session.recording and not self._elsewhere(frame):
             self.settle(frame, path)
             frame.early = False
 
-    def _elsewhere(self, frame: OpenFrame) -> bool:
+    def _elsewhere(self, frame: OpenFrame | Beginning) -> bool:
         """Whether another stream is current than when the frame began: what is read on one is not ordered by others."""
         return self._session.kernels.stream() != frame.stream
 

@@ -6,7 +6,7 @@ import fnmatch
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from zkl_debug.capture.beginning import Beginning
 from zkl_debug.capture.betrayed import betrayed
 from zkl_debug.capture.device import DeviceFrame
-from zkl_debug.capture.forcing import Forcing, Visitor
+from zkl_debug.capture.forcing import Visitor
 from zkl_debug.capture.frame import Block, OpenFrame
 from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.guard import Guard
 from zkl_debug.capture.kernels import Kernels
-from zkl_debug.capture.labels import LABEL
 from zkl_debug.capture.layout import RowView, dtype_name, flattened, raw_rows, resolve
 from zkl_debug.capture.options import CaptureOptions, FirstRequests
 from zkl_debug.capture.postponed import Postponed, Waiting
@@ -69,9 +69,11 @@ class CaptureSession:
         self.seen_graph: set[str] = set()
         self.read_out = ReadOut(self)
         self._geometries = Geometries()
-        self.frame: OpenFrame | None = None  # that is open
+        self.beginning: Beginning | None = None  # of a frame that is still to be opened
+        self._expected: Beginning | None = None  # of the next one
+        self._frame: OpenFrame | None = None
         self._ended: OpenFrame | None = None  # still to be finished, while another is open already
-        self._next_frame = 0
+        self.next_frame = 0
         self.shard_of: ShardOf | None = None
         self._wanted: dict[str, bool] = {}
         self._repeats = Repeats(self)
@@ -107,6 +109,37 @@ class CaptureSession:
             print("  " + line.rstrip().replace("\n", "\n  "), file=sys.stderr)
 
     # ---- frames ---------------------------------------------------------------------------------------------------
+    @property
+    def frame(self) -> OpenFrame | None:
+        """The frame that is open; one that has only begun is opened now."""
+        if self.beginning is not None:
+            self._open_begun()
+        return self._frame
+
+    @frame.setter
+    def frame(self, frame: OpenFrame | None) -> None:
+        self._frame, self.beginning = frame, None
+
+    def begin(self, rows: FrameRows | Sketch, opens: Callable[[], None]) -> None:
+        """A forward begins, whose frame ``opens`` opens by :meth:`begin_frame`: later, if it goes as the last one."""
+        expected, self._expected = self._expected, None
+        if expected is None or expected.last is not self.frame or self._ended is not None or self.read_out.due:
+            opens()
+        elif expected.fits(rows, self):
+            expected.open = opens
+            self.beginning = expected
+        else:
+            opens()
+
+    def _open_begun(self) -> None:
+        beginning, self.beginning = self.beginning, None
+        assert beginning is not None
+        assert beginning.open is not None
+        with self.guarded("model:in"):
+            beginning.open()
+            assert self._frame is not None, "nothing is left out where a frame was not opened at once"
+            beginning.into(self._frame)
+
     def begin_frame(self, rows: FrameRows | Sketch) -> None:
         """Open a frame; the one before it, if still open, is written.
 
@@ -127,9 +160,9 @@ class CaptureSession:
         if rows.step < 0:
             rows.step = self.step
         rows.weight_version = self.weight_version
-        self.frame = OpenFrame(self._next_frame, rows)
-        self.postponed.begin(self.frame)
-        self._next_frame += not rows.warmup
+        self.frame = frame = OpenFrame(self.next_frame, rows)
+        self.postponed.begin(frame)
+        self.next_frame += not rows.warmup
 
     def forward_ended(self) -> None:
         """The model has issued all it will: issue what can wait until then, while a device still works on the rest."""
@@ -142,6 +175,7 @@ class CaptureSession:
         if frame.device is not None and frame.given.graph < 0:
             frame.device.copy_so_far()
         self.postponed.behind(frame)
+        self._expected = Beginning.behind(frame, self)
 
     def rows_of(self, frame: OpenFrame) -> FrameRows:
         """The rows of a frame, worked out now if they were not yet."""
@@ -347,36 +381,6 @@ class CaptureSession:
         view = RowView(value.detach().reshape(1, -1), None, np.zeros(1, np.uint32), (value.numel(),))
         self.record_view(name, view, kind=SiteKind.CALL, semantic=semantic)
 
-    def record_labels(
-        self,
-        label_site: str,
-        rows: NDArray[np.void],
-        selected: torch.Tensor,
-        used: torch.Tensor,
-        table: torch.Tensor | None = None,
-    ) -> None:
-        """Record selected log-probs on label rows, with the label that was really used.
-
-        Args:
-            label_site: site of the selected log-prob, e.g. ``logprobs/selected:out.0``.
-            rows: label rows from :func:`zkl_debug.capture.rows.label_rows`, shape [n].
-            selected: log-probs, shape [n], float32.
-            used: label ids that were used, shape [n], int64; teacher forcing writes the other side's into it.
-            table: log-probs of the whole vocabulary, shape [n, V]. Where a label was put right, the log-prob is
-                looked up again in it; without it the old label's stays.
-        """
-        frame = self.frame
-        if frame is None or frame.rows.warmup or len(rows) == 0:
-            return
-        index = (frame.n_rows + np.arange(len(rows))).astype(np.uint32)
-        frame.labels.append(rows)
-        before = used.clone() if self.forcing is not None else used
-        self.record_view(LABEL, RowView(used, None, index, ()), kind=SiteKind.TAP, semantic="label")
-        if isinstance(self.forcing, Forcing) and table is not None:  # others only look on and change no label
-            selected = self.forcing.looked_up_again(selected, table, before, used)
-        view = RowView(selected.contiguous(), None, index, ())
-        self.record_view(label_site, view, kind=SiteKind.TAP, semantic="selected")
-
     def late(self, *tensors: torch.Tensor) -> bool:
         """Whether what is recorded of these tensors may be worked out when the frame is filed."""
         frame = self.frame
@@ -442,7 +446,7 @@ class CaptureSession:
         self.end_frame()
         self.event_seq += 1
         if self.writer is not None:
-            last = self._next_frame - 1
+            last = self.next_frame - 1
             self.writer.write_event(
                 EventRecord(self.event_seq, name, self.step, self.weight_version, last, dict(detail or {}))
             )

@@ -74,7 +74,6 @@ class MegatronAdapter:
         self.step_requests: StepRequests | None = None
         self.context: Any = None
         self.prompt_lens: dict[int, int] = {}
-        self.inference_mode_seen: set[bool] = set()
         self._next_sample = 0
 
     def rename(self, path: str) -> str:
@@ -108,9 +107,6 @@ class MegatronAdapter:
 
     def open_frame(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | Sketch | None:
         """Key the coming forward from the inference context or the packing parameters it is called with."""
-        from megatron.core.inference.utils import InferenceMode
-
-        self.inference_mode_seen.add(bool(InferenceMode.is_active()))
         self.step_requests = None
         context = kwargs.get("inference_context") or kwargs.get("inference_params")
         if context is not None and not context.is_static_batching():

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 
 from zkl_debug.capture.device import Pending, to_device
 from zkl_debug.capture.frame import Deferred, OpenFrame
-from zkl_debug.capture.labels import add_label_rows, label_blocks, label_metas, make_label_rows, record_late_labels
+from zkl_debug.capture.labels import (
+    add_label_rows,
+    label_blocks,
+    label_metas,
+    make_label_rows,
+    record_labels,
+    record_late_labels,
+)
 from zkl_debug.schema import U64, RowFlag, SiteBlock, SiteMeta
 
 if TYPE_CHECKING:
@@ -125,7 +132,7 @@ def record_dynamic(
     forced = None
     if capture.session.forcing is not None:
         forced = table.index_select(0, torch.from_numpy(scored.at[keep]).to(table.device))
-    capture.session.record_labels(SELECTED, rows, value.index_select(0, index), torch.from_numpy(used[keep]), forced)
+    record_labels(capture.session, SELECTED, rows, value.index_select(0, index), torch.from_numpy(used[keep]), forced)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.labels import make_label_rows
+from zkl_debug.capture.labels import make_label_rows, record_labels
 from zkl_debug.capture.rows import FrameRows, Sketch
 from zkl_debug.engines.megatron.frames import scoring_places, scoring_rows
 from zkl_debug.engines.megatron.labels_dynamic import SELECTED, record_decode, record_dynamic
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zkl_debug.engines.megatron.adapter import MegatronAdapter
 
 LOG_SOFTMAX = "logprobs/log_softmax"
+_LOGITS, _LOG_PROBS = f"{LOG_SOFTMAX}:in.0", f"{LOG_SOFTMAX}:out.0"
 
 
 def install(capture: Capture, adapter: MegatronAdapter) -> None:
@@ -60,19 +61,21 @@ def _add_request(capture: Capture, adapter: MegatronAdapter, function: Callable[
     return tapped
 
 
-def _log_softmax(capture: Capture, port: str, tensor: torch.Tensor, layout: str = "") -> None:
-    name = f"{LOG_SOFTMAX}:{port}"
-    if _active(capture) and not capture.session.postponed.waits(name, tensor, SiteKind.TAP, "log_softmax", layout):
-        with capture.session.guarded(LOG_SOFTMAX):
-            capture.session.record(name, tensor, semantic="log_softmax", layout=layout)
+def _log_softmax(capture: Capture, name: str, tensor: torch.Tensor, layout: str = "") -> None:
+    session = capture.session
+    if not session.enabled or session.postponed.waits(name, tensor, SiteKind.TAP, "log_softmax", layout):
+        return
+    if session.frame is not None:
+        with session.guarded(LOG_SOFTMAX):
+            session.record(name, tensor, semantic="log_softmax", layout=layout)
 
 
 def _processed(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def tapped(context: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        _log_softmax(capture, "in.0", logits)
+        _log_softmax(capture, _LOGITS, logits)
         result = function(context, logits, *args, **kwargs)
-        _log_softmax(capture, "out.0", result)
+        _log_softmax(capture, _LOG_PROBS, result)
         return result
 
     return tapped
@@ -108,9 +111,9 @@ def _score_forward(capture: Capture, adapter: MegatronAdapter, function: Callabl
 def _score_log_softmax(capture: Capture, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def tapped(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        _log_softmax(capture, "in.0", logits, "bs")
+        _log_softmax(capture, _LOGITS, logits, "bs")
         result = function(logits, *args, **kwargs)
-        _log_softmax(capture, "out.0", result, "bs")
+        _log_softmax(capture, _LOG_PROBS, result, "bs")
         return result
 
     return tapped
@@ -146,7 +149,7 @@ def _record_scored(capture: Capture, used: np.ndarray[Any, Any], value: torch.Te
     if len(keep) == 0:
         return
     rows = make_label_rows(capture.session, keep, following[keep], generated[keep])
-    capture.session.record_labels(SELECTED, rows, value[torch.from_numpy(keep)], torch.from_numpy(used[keep]))
+    record_labels(capture.session, SELECTED, rows, value[torch.from_numpy(keep)], torch.from_numpy(used[keep]))
 
 
 def _following(parents: NDArray[np.void], rows: FrameRows | None) -> tuple[NDArray[np.integer], NDArray[Any]]:
