@@ -9,27 +9,27 @@ from typing import Any
 import pytest
 
 from zkl_debug.bench import gpu_bench, steady
-from zkl_debug.bench.steady import Run, Runs, host_seconds
+from zkl_debug.bench.steady import Timed, Times, host_seconds, short_host_seconds
 
 
-def runs_of(**told: list[tuple[float, float]]) -> Runs:
-    """Runs of (seconds, what the fixed work took)."""
-    made = Runs(lambda: None, lambda: 1.0)
-    made.runs = {name: [Run(seconds, 2 * seconds, host) for seconds, host in some] for name, some in told.items()}
+def times_of(**told: list[tuple[float, float]]) -> Times:
+    """Times of (seconds, what the fixed work took)."""
+    made = Times(host=lambda: 1.0)
+    made.times = {name: [Timed(*each) for each in some] for name, some in told.items()}
     return made
 
 
 def test_runs_on_a_slow_processor_are_left_out() -> None:
-    runs = runs_of(plain=[(1.0, 1.0), (1.1, 1.1), (1.7, 1.6), (1.0, 1.0)], digest=[(1.1, 1.0), (1.8, 1.5), (1.1, 1.05)])
+    runs = times_of(
+        plain=[(1.0, 1.0), (1.1, 1.1), (1.7, 1.6), (1.0, 1.0)], digest=[(1.1, 1.0), (1.8, 1.5), (1.1, 1.05)]
+    )
     found: Any = runs.figures()
-    assert (found["ratio"]["digest"], found["runs"]) == (1.1, {"plain": 3, "digest": 2})
-    assert runs.host() == {"fixed_work_s": 1.0, "slowest": 1.6, "left_out": 2, "steady": True}
-    parts: Any = runs.figures(parts=True)
-    assert parts["seconds"] == {"plain": 2.0, "digest": 2.2}
+    assert (found["ratio"]["digest"], found["count"]) == (1.1, {"plain": 3, "digest": 2})
+    assert found["host"] == {"fixed_work_s": 1.0, "slowest": 1.6, "left_out": 2, "steady": True}
 
 
 def test_too_few_runs_at_full_speed_are_told_and_none_is_left_out() -> None:
-    runs = runs_of(plain=[(1.0, 1.0), (1.0, 1.0)], digest=[(1.8, 1.5), (1.8, 1.5), (1.1, 1.0)])
+    runs = times_of(plain=[(1.0, 1.0), (1.0, 1.0)], digest=[(1.8, 1.5), (1.8, 1.5), (1.1, 1.0)])
     found: Any = runs.figures()
     assert found["ratio"]["digest"] == 1.8
     assert runs.host()["steady"] is False
@@ -37,9 +37,9 @@ def test_too_few_runs_at_full_speed_are_told_and_none_is_left_out() -> None:
 
 
 def test_a_run_that_is_made_once_counts_however_fast_it_was() -> None:
-    runs = runs_of(plain=[(1.0, 1.0), (1.0, 1.0)], naive=[(100.0, 2.0)])
+    runs = times_of(plain=[(1.0, 1.0), (1.0, 1.0)], naive=[(100.0, 2.0)])
     found: Any = runs.figures()
-    assert (runs.enough(), found["ratio"]["naive"], found["runs"]["naive"]) == (True, 100.0, 1)
+    assert (runs.enough(), found["ratio"]["naive"], found["count"]["naive"]) == (True, 100.0, 1)
 
 
 def test_the_fixed_work_is_timed_before_and_behind_and_what_was_left_to_others_is_ended_first(
@@ -50,28 +50,33 @@ def test_the_fixed_work_is_timed_before_and_behind_and_what_was_left_to_others_i
     monkeypatch.setattr(steady, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
 
     def step(name: str) -> Callable[[], Any]:
-        return lambda: order.append(name)
+        def done() -> str:
+            order.append(name)
+            return name
+
+        return done
 
     def host() -> float:
         order.append("host")
         return next(told)
 
-    runs = Runs(step("barrier"), host)
-    runs.time("digest", step("run"), lambda: 0.5, step("settle"))
+    times = Times(step("barrier"), host)
+    assert times.time("digest", step("run"), step("settle")) == "run"
     assert order == ["host", "barrier", "run", "barrier", "settle", "host"]
-    assert runs.runs == {"digest": [Run(2.5, 0.5, 3.0)]}
+    assert times.times == {"digest": [Timed(2.5, 3.0)]}
 
 
 @pytest.mark.parametrize(("speeds", "rounds"), [([1.0] * 10, 4), ([2.0, 1.0] * 5, 4), ([1.0, *[2.0] * 9], 8)])
 def test_rounds_are_made_until_half_of_them_were_at_full_speed(speeds: list[float], rounds: int) -> None:
     """At least as many as were asked for, at most twice as many."""
-    runs, made = runs_of(), 0
-    for number in gpu_bench._rounds(runs, 4):
+    times, made = times_of(), 0
+    for number in gpu_bench._rounds(times, 4, 3):
         for name in ("plain", "digest"):
-            runs.runs.setdefault(name, []).append(Run(1.0, 1.0, speeds[number]))
+            for _ in range(3):
+                times.add(name, Timed(1.0, speeds[number]))
         made += 1
     assert made == rounds
 
 
 def test_the_fixed_work_is_short() -> None:
-    assert 0 < host_seconds() < 0.1
+    assert 0 < short_host_seconds() < host_seconds() < 0.1

@@ -7,6 +7,7 @@ which the processor was slow are left out, and others made instead, see :mod:`zk
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import statistics
 import time
@@ -22,7 +23,7 @@ from torch import nn
 from zkl_debug.beds.bed import bed
 from zkl_debug.beds.gpu import require
 from zkl_debug.bench.children import scratch
-from zkl_debug.bench.steady import Runs
+from zkl_debug.bench.steady import Timed, Times, host_seconds, short_host_seconds
 from zkl_debug.schema import Json
 
 ROUNDS = 5
@@ -123,7 +124,7 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
     rng = np.random.default_rng(0)
     rows = [(i, rng.integers(0, spec.vocab, count).tolist()) for i in range(SEQUENCES)]
     batch = scoring.padded_batch(0, rows)
-    runs = Runs(torch.cuda.synchronize)
+    times = Times(torch.cuda.synchronize)
     facts: dict[str, Json] = {"tokens": SEQUENCES * count}
     filing = []
 
@@ -132,11 +133,11 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
 
     for _ in range(2):
         forward()
-    for number in _rounds(runs, rounds):
-        runs.time("plain", forward)
+    for number in _rounds(times, rounds):
+        times.time("plain", forward)
         with Capture(model, None, "train", level="off"):
-            runs.time("off", forward)
-        runs.time("plain", forward)
+            times.time("off", forward)
+        times.time("plain", forward)
         with Capture(model, root / f"s{number}", "train") as capture:
 
             def captured(session: Any = capture.session) -> None:
@@ -150,19 +151,22 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
 
             # The first makes files, memory and kernels, and reads every site twice.
             for name in ("digest-first", "digest", "digest"):
-                runs.time(name, captured, settle=file)
+                times.time(name, captured, settle=file)
             facts["sites"], facts["errors"] = len(capture.session.metas), list(capture.session.errors)
             facts["shared"] = len(capture.session.twins.known)
         shutil.rmtree(root / f"s{number}")
     with _naive(model):
-        runs.time("naive", forward)
-    return {**facts, **runs.figures(), "filing": round(statistics.median(filing), 5), "host": runs.host()}
+        times.time("naive", forward)
+    return {**facts, **times.figures(), "filing": round(statistics.median(filing), 5)}
 
 
-def _rounds(runs: Runs, least: int) -> Iterator[int]:
-    """So many rounds, and up to twice as many until half of them were at the full speed of the processor."""
+def _rounds(times: Times, least: int, each: int = 1) -> Iterator[int]:
+    """So many rounds, and up to twice as many until half of them were at the full speed of the processor.
+
+    ``each``: times of a name that a round makes at least.
+    """
     for number in range(2 * least):
-        if number >= least and runs.enough(-(-least // 2)):
+        if number >= least and times.enough(each * -(-least // 2)):
             return
         yield number
 
@@ -184,38 +188,42 @@ def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str,
     requests = [
         Request(i, tuple(rng.integers(0, spec.vocab, DECODE_PROMPT).tolist()), DECODE_TOKENS) for i in range(DECODED)
     ]
-    runs = Runs(torch.cuda.synchronize)
+    runs, prefill, steps = Times(), Times(host=short_host_seconds), Times(host=short_host_seconds)
     facts: dict[str, Json] = {"sequences": DECODED, "steps": DECODE_TOKENS}
-    steps: list[float] = []
-    step = generator.engine.step_modern
+    step = generator.engine.step_modern  # ends with the sampled tokens on the host
 
-    def timed_step() -> Any:
-        begin = time.perf_counter()
-        result = step()  # ends with the sampled tokens on the host
-        steps.append(time.perf_counter() - begin)
-        return result
+    def run(name: str = "", settle: Callable[[], object] | None = None) -> None:
+        """A generation; without a name it is not timed."""
+        number, spent = itertools.count(), 0.0
 
-    def run() -> None:
-        steps.clear()
+        def timed_step() -> Any:
+            nonlocal spent
+            times = prefill if next(number) < _PREFILL_STEPS else steps
+            result = times.time(name, step)
+            spent += times.times[name][-1].seconds
+            return result
+
+        generator.engine.step_modern = timed_step if name else step
+        before = host_seconds()
         generator.generate(requests)
+        if settle is not None:
+            settle()
+        if name:
+            runs.add(name, Timed(spent, max(before, host_seconds())))
 
-    def a_step() -> float:
-        return statistics.median(steps[_PREFILL_STEPS:])
-
-    generator.engine.step_modern = timed_step
     run()
-    for number in _rounds(runs, rounds):
-        runs.time("plain", run, a_step)
+    for number in _rounds(steps, rounds, DECODE_TOKENS - _PREFILL_STEPS):
+        run("plain")
         with Capture(model, None, "gen", level="off"):
-            runs.time("off", run, a_step)
-        runs.time("plain", run, a_step)
+            run("off")
+        run("plain")
         with Capture(model, root / f"d{number}", "gen") as capture:
             generator.record_graphs()
             for name in ("digest-first", "digest", "digest"):
-                runs.time(name, run, a_step, settle=capture.session.flush)
+                run(name, capture.session.flush)
             facts["sites"], facts["errors"] = len(capture.session.metas), list(capture.session.errors)
             facts["graphs"] = capture.session.summary()["graphs"]
         shutil.rmtree(root / f"d{number}")
         generator.record_graphs()
         run()
-    return {**facts, **runs.figures(), "step": runs.figures(parts=True), "host": runs.host()}
+    return {**facts, **runs.figures(), "step": steps.figures(), "prefill": prefill.figures()}

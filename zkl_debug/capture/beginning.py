@@ -50,14 +50,15 @@ class Beginning:
             return None
         return cls(last, session.twins.until_end(last.kind, session.next_frame), last.stream)
 
-    def fits(self, rows: FrameRows | Sketch, session: CaptureSession) -> bool:
-        """Whether the forward that begins, of these rows, is the one that was expected."""
-        last = self.last
+    def fits(self, rows: FrameRows | Sketch, last: OpenFrame | None, stream: tuple[int, int]) -> bool:
+        """Whether a forward of these rows, which begins on this stream behind this frame, is the one expected."""
         return (
-            isinstance(rows, Sketch)
-            and OpenFrame.class_of(rows) == (last.kind, last.shape)
+            last is self.last
             and not last.plans
-            and session.kernels.stream() == self.stream
+            and isinstance(rows, Sketch)
+            and (rows.graph, rows.n_rows) == last.shape
+            and rows.phase is last.given.phase
+            and stream == self.stream
         )
 
     def into(self, frame: OpenFrame) -> None:

@@ -110,12 +110,9 @@ class OpenFrame:
     shape: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kind, self.shape = self.class_of(self.given)
-
-    @staticmethod
-    def class_of(given: FrameRows | Sketch) -> tuple[int, tuple[int, int]]:
-        """Kind and shape of the frame of these rows."""
-        return int(given.phase) + (16 if given.graph >= 0 else 0), (given.graph, given.n_rows)
+        given = self.given
+        self.kind = int(given.phase) + (16 if given.graph >= 0 else 0)
+        self.shape = given.graph, given.n_rows
 
     @property
     def rows(self) -> FrameRows:

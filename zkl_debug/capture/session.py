@@ -123,9 +123,7 @@ class CaptureSession:
     def begin(self, rows: FrameRows | Sketch, opens: Callable[[], None]) -> None:
         """A forward begins, whose frame ``opens`` opens by :meth:`begin_frame`: later, if it goes as the last one."""
         expected, self._expected = self._expected, None
-        if expected is None or expected.last is not self.frame or self._ended is not None or self.read_out.due:
-            opens()
-        elif expected.fits(rows, self):
+        if expected is not None and self._ended is None and expected.fits(rows, self.frame, self.kernels.stream()):
             expected.open = opens
             self.beginning = expected
         else:
