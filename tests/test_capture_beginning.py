@@ -215,7 +215,7 @@ def test_a_launch_that_is_refused_is_a_replay(tmp_path: Path, monkeypatch: pytes
         patched.setattr(FakeExecutable, "launch", refuse)
         program.step(STEPS[program.count])
     program.end()
-    assert program.capture.session.summary()["graphs"]["light_refused"] == "CUDA error 1"  # type: ignore[index]
+    assert program.capture.session.summary()["graphs"]["light_refused"] == "CUDA error 1"
     got = digests(tmp_path / "c")
     assert len(got["layers.0:out"]) == len(got["embedding:out"]) == 4 * program.count
 
