@@ -99,7 +99,7 @@ class Times:
         return self._kept() if self.enough() else self.times
 
     def figures(self, base: str = "plain") -> dict[str, Json]:
-        """Medians, best, and ratios of both to those of ``base``; how many they are of."""
+        """Medians, best, and ratios of both to those of ``base``; how many they are of, and how many were left out."""
         values = {name: [timed.seconds for timed in times] for name, times in self.steady.items()}
         median = {name: statistics.median(some) for name, some in values.items()}
         return {
@@ -108,16 +108,12 @@ class Times:
             "ratio": {name: round(value / median[base], 4) for name, value in median.items()},
             "ratio_of_best": {name: round(min(some) / min(values[base]), 4) for name, some in values.items()},
             "count": {name: len(some) for name, some in values.items()},
+            "left_out": {name: len(self.times[name]) - len(some) for name, some in values.items()},
             "host": self.host(),
         }
 
     def host(self) -> dict[str, Json]:
         """How steady the processor was: the fixed work at its best in seconds, at its worst as a multiple of that."""
         hosts = [timed.host for times in self.times.values() for timed in times]
-        count = sum(len(times) for times in self.times.values())
-        return {
-            "fixed_work_s": round(min(hosts), 7),
-            "slowest": round(max(hosts) / min(hosts), 3),
-            "left_out": count - sum(len(times) for times in self.steady.values()),
-            "steady": self.enough(),
-        }
+        slowest = round(max(hosts) / min(hosts), 3)
+        return {"fixed_work_s": round(min(hosts), 7), "slowest": slowest, "steady": self.enough()}
