@@ -12,6 +12,7 @@ import torch
 from graph_fakes import WIDTH, FakeExecutable, FakeGraph, FakeKernels, Layer, digests, rows_of, warmup
 from torch import nn
 
+from zkl_debug.capture import postponed
 from zkl_debug.capture.api import Capture
 from zkl_debug.capture.graphs import GraphWatch
 from zkl_debug.capture.rows import FrameRows, Sketch
@@ -189,8 +190,7 @@ def test_a_site_that_may_not_wait_opens_the_frame_before_it_is_read(
     session = program.capture.session
     frame = session.frame
     assert frame is not None
-    session.twins.refuse(frame.kind, "embedding:out", END)
-    program.step(STEPS[program.count])  # the one that was expected, from before the refusal
+    session.twins.refuse(frame.kind, "embedding:out", END)  # also when the forward before has ended already
     before = len(program.late)
     program.model.before = lambda x: x.mul_(0)
     tokens = STEPS[program.count]
@@ -202,6 +202,24 @@ def test_a_site_that_may_not_wait_opens_the_frame_before_it_is_read(
     again.step(tokens)
     again.end()
     assert np.array_equal(got, digests(tmp_path / "d")["embedding:out"])
+
+
+def test_too_much_behind_a_forward_and_a_further_occurrence_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From there on no site of such a frame waits: neither does the first of two that come then."""
+    program = Program(tmp_path / "c", monkeypatch)
+    program.warm()
+    for number in range(postponed.MOST + 1):
+        program.capture.record(f"behind{number}:out", torch.zeros(4, WIDTH))
+    before, tokens = len(program.late), STEPS[program.count]
+    monkeypatch.setattr(program.model, "before", lambda x: program.capture.record("embedding:out", x + 1))
+    program.step(tokens)
+    assert len(program.late) == before
+    program.end()
+    got = digests(tmp_path / "c")
+    assert np.array_equal(got["embedding:out"][-4:], digest_of(tokens))
+    assert np.array_equal(got["embedding#1:out"], digest_array(Embedding().table[tokens].numpy() + 1))
 
 
 def test_a_launch_that_is_refused_is_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,3 +208,38 @@ def test_memory_that_was_given_up_while_a_graph_is_recorded_is_not_read_again(di
     assert 0 not in bytes_read
     # Argument of the part, what it made in between and its output: each read when it is there, and again at the end.
     assert len(bytes_read) == (5 if discard else 6)
+
+
+class Thrice(Twice):
+    """Something that was not seen before sees the tensor in between, when it is written; in the end it is no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = Seen()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.table[input_ids.T].contiguous())
+        if self.write:
+            x.data.add_(1)
+            x = self.between(x)
+        self.second(x)
+        x.data.zero_()  # no site of it may wait
+        return cast("torch.Tensor", x)
+
+
+def test_what_another_site_read_meanwhile_is_a_reason_to_read_again(tmp_path: Path) -> None:
+    """Two sites are known to be one; a new one reads the memory between them, and may tell that they are not."""
+    model, steps = Thrice(), batches(8)
+    capture = watching(tmp_path / "c", model)
+    for number, tokens in enumerate(steps):
+        model.write = number == 6
+        score(model, capture, tokens)
+        capture.session.flush()
+    assert "second:in" in {second for _, _, second in capture.session.twins.betrayed}
+    capture.__exit__(None, None, None)
+    with open_capture(tmp_path / "c") as found:
+        first, second = (np.array(found.sites[name].digest) for name in ("first:out", "second:in"))
+        between = np.array(found.sites["between:out"].digest)
+    each = len(between)
+    assert np.array_equal(second[6 * each : 7 * each], between)
+    assert not (first[6 * each : 7 * each] == between).all(1).any()

@@ -7,7 +7,6 @@ which the processor was slow are left out, and others made instead, see :mod:`zk
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import statistics
 import time
@@ -23,7 +22,7 @@ from torch import nn
 from zkl_debug.beds.bed import bed
 from zkl_debug.beds.gpu import require
 from zkl_debug.bench.children import scratch
-from zkl_debug.bench.steady import Timed, Times, host_seconds, short_host_seconds
+from zkl_debug.bench.steady import Steps, Timed, Times, host_seconds, short_host_seconds
 from zkl_debug.schema import Json
 
 ROUNDS = 5
@@ -124,7 +123,7 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
     rng = np.random.default_rng(0)
     rows = [(i, rng.integers(0, spec.vocab, count).tolist()) for i in range(SEQUENCES)]
     batch = scoring.padded_batch(0, rows)
-    times = Times(torch.cuda.synchronize)
+    times = Times(torch.cuda.synchronize, least=-(-rounds // 2))
     facts: dict[str, Json] = {"tokens": SEQUENCES * count}
     filing = []
 
@@ -160,13 +159,10 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
     return {**facts, **times.figures(), "filing": round(statistics.median(filing), 5)}
 
 
-def _rounds(times: Times, least: int, each: int = 1) -> Iterator[int]:
-    """So many rounds, and up to twice as many until half of them were at the full speed of the processor.
-
-    ``each``: times of a name that a round makes at least.
-    """
+def _rounds(times: Times, least: int) -> Iterator[int]:
+    """So many rounds, and up to twice as many until enough times were at the full speed of the processor."""
     for number in range(2 * least):
-        if number >= least and times.enough(each * -(-least // 2)):
+        if number >= least and times.enough:
             return
         yield number
 
@@ -188,31 +184,29 @@ def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str,
     requests = [
         Request(i, tuple(rng.integers(0, spec.vocab, DECODE_PROMPT).tolist()), DECODE_TOKENS) for i in range(DECODED)
     ]
-    runs, prefill, steps = Times(), Times(host=short_host_seconds), Times(host=short_host_seconds)
+    half = -(-rounds // 2)
+    runs, steps = Times(least=half), Times(host=short_host_seconds, least=half * (DECODE_TOKENS // 2))
     facts: dict[str, Json] = {"sequences": DECODED, "steps": DECODE_TOKENS}
     step = generator.engine.step_modern  # ends with the sampled tokens on the host
 
     def run(name: str = "", settle: Callable[[], object] | None = None) -> None:
         """A generation; without a name it is not timed."""
-        number, spent = itertools.count(), 0.0
-
-        def timed_step() -> Any:
-            nonlocal spent
-            times = prefill if next(number) < _PREFILL_STEPS else steps
-            result = times.time(name, step)
-            spent += times.times[name][-1].seconds
-            return result
-
-        generator.engine.step_modern = timed_step if name else step
+        timed = Steps(steps, name, step, _PREFILL_STEPS)
+        generator.engine.step_modern = timed if name else step
         before = host_seconds()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
         generator.generate(requests)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin - timed.aside
+        timed.end()
         if settle is not None:
             settle()
         if name:
-            runs.add(name, Timed(spent, max(before, host_seconds())))
+            runs.add(name, Timed(seconds, max(before, host_seconds())))
 
     run()
-    for number in _rounds(steps, rounds, DECODE_TOKENS - _PREFILL_STEPS):
+    for number in _rounds(steps, rounds):
         run("plain")
         with Capture(model, None, "gen", level="off"):
             run("off")
@@ -226,4 +220,4 @@ def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str,
         shutil.rmtree(root / f"d{number}")
         generator.record_graphs()
         run()
-    return {**facts, **runs.figures(), "step": steps.figures(), "prefill": prefill.figures()}
+    return {**facts, **runs.figures(), "step": steps.figures()}

@@ -7,17 +7,18 @@ each, when nothing else of this process is under way.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from zkl_debug.schema import Json
 
 #: How much longer the fixed work may take than at its best for a time to count.
 SLOWER = 1.15
-_LEAST = 2  # times of a name, below which it is not asked how fast they were
+_GROUP = 16  # steps between which nothing else is done
 _ROUNDS, _REPEATS = 16000, 3
 _SHORT_ROUNDS = 200
 
@@ -37,7 +38,7 @@ def host_seconds(rounds: int = _ROUNDS) -> float:
 
 
 def short_host_seconds() -> float:
-    """:func:`host_seconds` of less work, to stand between steps of milliseconds: 10-20 us."""
+    """:func:`host_seconds` of less work, to stand between groups of steps of milliseconds: 10-20 us."""
     return host_seconds(_SHORT_ROUNDS)
 
 
@@ -55,10 +56,16 @@ class Times:
     Args:
         barrier: waits until the device has nothing to do.
         host: the fixed work.
+        least: of each name so many must have been at full speed, or all where there are fewer.
     """
 
-    def __init__(self, barrier: Callable[[], object] = lambda: None, host: Callable[[], float] = host_seconds) -> None:
-        self._barrier, self._host = barrier, host
+    def __init__(
+        self,
+        barrier: Callable[[], object] = lambda: None,
+        host: Callable[[], float] = host_seconds,
+        least: int = 2,
+    ) -> None:
+        self._barrier, self.host, self._least = barrier, host, least
         self.times: dict[str, list[Timed]] = {}
 
     def time(self, name: str, run: Callable[[], Result], settle: Callable[[], object] | None = None) -> Result:
@@ -69,7 +76,7 @@ class Times:
             run: does it.
             settle: ends what it left to other threads; not timed.
         """
-        before = self._host()
+        before = self.host()
         self._barrier()
         begin = time.perf_counter()
         result = run()
@@ -77,26 +84,27 @@ class Times:
         seconds = time.perf_counter() - begin
         if settle is not None:
             settle()
-        self.add(name, Timed(seconds, max(before, self._host())))
+        self.add(name, Timed(seconds, max(before, self.host())))
         return result
 
     def add(self, name: str, timed: Timed) -> None:
         """Take in what was timed elsewhere."""
         self.times.setdefault(name, []).append(timed)
 
-    def enough(self, least: int = _LEAST) -> bool:
-        """Whether so many times of each name that there is more than one of were at full speed."""
-        return all(len(kept) >= min(least, len(self.times[name])) for name, kept in self._kept().items())
+    @property
+    def enough(self) -> bool:
+        """Whether enough times of each name were at full speed."""
+        return all(len(kept) >= min(self._least, len(self.times[name])) for name, kept in self._kept().items())
 
     def _kept(self) -> dict[str, list[Timed]]:
         fastest = min(timed.host for times in self.times.values() for timed in times)
         limit = SLOWER * fastest
-        return {n: [t for t in times if t.host <= limit or len(times) < _LEAST] for n, times in self.times.items()}
+        return {n: [t for t in times if t.host <= limit or len(times) == 1] for n, times in self.times.items()}
 
     @property
     def steady(self) -> dict[str, list[Timed]]:
         """Those at full speed; all of them where too few of one name are."""
-        return self._kept() if self.enough() else self.times
+        return self._kept() if self.enough else self.times
 
     def figures(self, base: str = "plain") -> dict[str, Json]:
         """Medians, best, and ratios of both to those of ``base``; how many they are of, and how many were left out."""
@@ -109,11 +117,50 @@ class Times:
             "ratio_of_best": {name: round(min(some) / min(values[base]), 4) for name, some in values.items()},
             "count": {name: len(some) for name, some in values.items()},
             "left_out": {name: len(self.times[name]) - len(some) for name, some in values.items()},
-            "host": self.host(),
+            "host": self._steadiness(),
         }
 
-    def host(self) -> dict[str, Json]:
+    def _steadiness(self) -> dict[str, Json]:
         """How steady the processor was: the fixed work at its best in seconds, at its worst as a multiple of that."""
         hosts = [timed.host for times in self.times.values() for timed in times]
         slowest = round(max(hosts) / min(hosts), 3)
-        return {"fixed_work_s": round(min(hosts), 7), "slowest": slowest, "steady": self.enough()}
+        return {"fixed_work_s": round(min(hosts), 7), "slowest": slowest, "steady": self.enough}
+
+
+class Steps:
+    """Times the steps of a run, each from the end of the one before: what that left undone counts, too.
+
+    The fixed work is done between groups of steps. The first of a group is not counted: it found nothing left undone.
+
+    Args:
+        times: where they go.
+        name: what they are examples of.
+        step: does one.
+        skipped: so many at the beginning are not counted.
+    """
+
+    def __init__(self, times: Times, name: str, step: Callable[[], Any], skipped: int = 0) -> None:
+        self._times, self._name, self._step, self._skipped = times, name, step, skipped
+        self._ends: list[float] = []
+        self._host = 0.0
+        self.aside = 0.0  # seconds of the fixed work
+
+    def __call__(self) -> Any:
+        """Do the next step, and give what it gives."""
+        if self._skipped:
+            self._skipped -= 1
+            return self._step()
+        if len(self._ends) in (0, _GROUP + 1):
+            self.end()
+        result = self._step()
+        self._ends.append(time.perf_counter())
+        return result
+
+    def end(self) -> None:
+        """A group of steps has ended."""
+        begin = time.perf_counter()
+        host = self._times.host()
+        for first, second in itertools.pairwise(self._ends):
+            self._times.add(self._name, Timed(second - first, max(self._host, host)))
+        self._ends, self._host = [], host
+        self.aside += time.perf_counter() - begin

@@ -151,17 +151,19 @@ class OpenFrame:
         if made is None:
             return None
         earlier = self._earlier(key, source)
-        same = earlier is not None and not twins.refuses(self.kind, earlier.site, name)
-        if earlier is not None and same and made is not earlier.pending:
-            self.pairs.append(Pair(earlier.site, name, earlier.pending, made))
-        kept = earlier.pending if earlier is not None and same else made
-        self.remember(key, Reading(source, source._version, name, kept))
+        again = earlier is not None and made is not earlier.pending
+        if earlier is not None and not twins.refuses(self.kind, earlier.site, name):
+            if again:
+                self.pairs.append(Pair(earlier.site, name, earlier.pending, made))
+            self.remember(key, Reading(source, source._version, name, earlier.pending, again))
+        else:
+            self.remember(key, Reading(source, source._version, name, made))
         return made
 
     def known(self, key: Key, tensor: torch.Tensor, name: str, twins: Twins) -> Pending | None:
         """The digests of the last site that saw this memory, where the two are known to be one."""
         earlier = self._earlier(key, tensor)
-        if earlier is not None and twins.trusted(self.kind, self.index, earlier.site, name):
+        if earlier is not None and not earlier.doubted and twins.trusted(self.kind, self.index, earlier.site, name):
             return earlier.pending
         return None
 
@@ -169,7 +171,9 @@ class OpenFrame:
         """Some memory was read; keeps its tensor alive for a while."""
         known = self.twins.get(key)
         if known is not None and known.pending is reading.pending:
-            reading = replace(known, tensor=reading.tensor, version=reading.version)  # of the site it was read for
+            # Of the site it was read for.
+            doubted = known.doubted or reading.doubted
+            reading = replace(known, tensor=reading.tensor, version=reading.version, doubted=doubted)
         self.twins[key] = reading
         self.twins.move_to_end(key)
         if len(self.twins) > _TWIN_KEEP:

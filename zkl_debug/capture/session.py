@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.beginning import Beginning
+from zkl_debug.capture.beginning import Beginning, goes_on
 from zkl_debug.capture.betrayed import betrayed
 from zkl_debug.capture.device import DeviceFrame
 from zkl_debug.capture.forcing import Visitor
@@ -70,7 +70,6 @@ class CaptureSession:
         self.read_out = ReadOut(self)
         self._geometries = Geometries()
         self.beginning: Beginning | None = None  # of a frame that is still to be opened
-        self._expected: Beginning | None = None  # of the next one
         self._frame: OpenFrame | None = None
         self._ended: OpenFrame | None = None  # still to be finished, while another is open already
         self.next_frame = 0
@@ -122,17 +121,17 @@ class CaptureSession:
 
     def begin(self, rows: FrameRows | Sketch, opens: Callable[[], None]) -> None:
         """A forward begins, whose frame ``opens`` opens by :meth:`begin_frame`: later, if it goes as the last one."""
-        expected, self._expected = self._expected, None
-        if expected is not None and self._ended is None and expected.fits(rows, self.frame, self.kernels.stream()):
-            expected.open = opens
-            self.beginning = expected
-        else:
-            opens()
+        last = self.frame
+        if last is not None and goes_on(last, rows) and self._ended is None and not self.options.requests:
+            trusted, stream = self.twins.until_end(last.kind, self.next_frame), self.kernels.stream()
+            if trusted and stream == last.stream:
+                self.beginning = Beginning(opens, trusted, stream)
+                return
+        opens()
 
     def _open_begun(self) -> None:
         beginning, self.beginning = self.beginning, None
         assert beginning is not None
-        assert beginning.open is not None
         with self.guarded("model:in"):
             beginning.open()
             assert self._frame is not None, "nothing is left out where a frame was not opened at once"
@@ -173,7 +172,6 @@ class CaptureSession:
         if frame.device is not None and frame.given.graph < 0:
             frame.device.copy_so_far()
         self.postponed.behind(frame)
-        self._expected = Beginning.behind(frame, self)
 
     def rows_of(self, frame: OpenFrame) -> FrameRows:
         """The rows of a frame, worked out now if they were not yet."""

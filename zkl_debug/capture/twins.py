@@ -52,12 +52,16 @@ def gaps(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Reading:
-    """The last reading of some memory in a frame: what was read, its version then, for which site, and where it is."""
+    """The last reading of some memory in a frame: what was read, its version then, for which site, and where it is.
+
+    ``doubted``: another site read this memory since and it is not known yet whether that was the same.
+    """
 
     tensor: torch.Tensor
     version: int
     site: str
     pending: Pending
+    doubted: bool = False
 
     def written_since(self, tensor: torch.Tensor) -> bool:
         """Whether the version counter says so. A lower one belongs to a new tensor over the same memory: it says
