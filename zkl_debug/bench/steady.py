@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 from zkl_debug.schema import Json
 
-#: How much longer the fixed work may take than at its best for a time to count.
-SLOWER = 1.15
+#: How much longer the fixed work may take than at its best for a time to count: more than repeats of it differ by, and
+#: less than what times are compared for.
+SLOWER = 1.05
 _GROUP = 16  # steps between which nothing else is done
 _ROUNDS, _REPEATS = 16000, 3
-_SHORT_ROUNDS = 200
+_SHORT_ROUNDS = 3000
 
 Result = TypeVar("Result")
 
@@ -38,7 +39,7 @@ def host_seconds(rounds: int = _ROUNDS) -> float:
 
 
 def short_host_seconds() -> float:
-    """:func:`host_seconds` of less work, to stand between groups of steps of milliseconds: 10-20 us."""
+    """:func:`host_seconds` of less work, to stand between groups of steps of milliseconds: 0.2 ms."""
     return host_seconds(_SHORT_ROUNDS)
 
 
