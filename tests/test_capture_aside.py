@@ -118,3 +118,44 @@ def test_whatever_ends_frames_ends_one_that_was_put_aside(
         whole = 4 if ends != "error" else 3
         assert len(found.frames) == whole + (ends != "error")
         assert len(found.sites[AFTER].digest) == 8 * whole
+
+
+def test_an_interrupt_that_is_survived_loses_no_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "CHUNK_ROWS", 16)
+    model, steps = Blocks(), batches(6)
+    capture = watching(tmp_path / "c", model)
+    for tokens in steps[:4]:
+        forward(model, capture, tokens)
+    check = capture.session.read_out.check
+
+    def interrupt() -> None:
+        monkeypatch.setattr(capture.session.read_out, "check", check)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(capture.session.read_out, "check", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, capture, steps[4])
+    forward(model, capture, steps[5])
+    capture.__exit__(None, None, None)
+    with open_capture(tmp_path / "c") as found:
+        assert len(found.frames) == 6
+        assert len(found.sites["layers.0:in"].digest) == 8 * 6
+
+
+def test_what_is_copied_later_was_made_on_the_stream_of_its_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another is current by then, that waits first."""
+    monkeypatch.setattr(batch, "CHUNK_ROWS", 16)
+    model, steps = Blocks(), batches(6)
+    capture = watching(tmp_path / "c", model)
+    kernels = capture.session.kernels
+    followed: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(kernels, "follow", lambda stream: followed.append((capture.session.frames_written, stream)))
+    for tokens in steps[:5]:
+        forward(model, capture, tokens)
+    assert not followed
+    model.norm.register_forward_hook(lambda *_: setattr(kernels, "current", (0, 1)))
+    forward(model, capture, steps[5])
+    assert (4, (0, 0)) in followed, "before the fifth frame is read out"
+    capture.__exit__(None, None, None)

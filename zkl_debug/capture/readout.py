@@ -57,7 +57,7 @@ class ReadOut:
     def part(self, frame: OpenFrame) -> None:
         """Have what comes read out apart from a frame that is put aside, where that is worth a read-out of its own."""
         batch = self._batch
-        if batch is not None and frame.device is batch.device and batch.large:
+        if batch is not None and self._parted is None and frame.device is batch.device and batch.large:
             self._parted, self._batch = batch, None
 
     def submit(self) -> None:

@@ -206,12 +206,15 @@ class CaptureSession:
 
     def _finish_ended(self, *, followed: bool = False) -> None:
         """Write the frame that was put aside, if any; ``followed``: the next forward has been issued."""
-        frame, self._ended = self._ended, None
+        frame = self._ended
         if frame is None:
             return
         frame.followed = followed
         self._issue(frame)
         self.read_out.check()
+        if (frame.parts or frame.may_wait) and self.kernels.stream() != frame.stream:
+            self.kernels.follow(frame.stream)  # what is copied now was made there
+        self._ended = None  # not before: an interrupt that the program survives must not lose it
         self._add(frame)
 
     def _issue(self, frame: OpenFrame) -> None:
