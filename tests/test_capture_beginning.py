@@ -253,3 +253,45 @@ def test_a_probe_that_fails_when_it_opens_a_frame_leaves_the_program_alone(
     assert program.capture.session.errors == ["model:in: RuntimeError: no more"]
     assert "the program goes on" in capsys.readouterr().err
     program.end()
+
+
+def test_an_interrupt_that_is_survived_loses_no_frame_that_was_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Program(tmp_path / "c", monkeypatch)
+    program.warm()
+    read_out = program.capture.session.read_out
+    with monkeypatch.context() as patched:
+
+        def interrupt() -> None:
+            patched.undo()
+            raise KeyboardInterrupt
+
+        patched.setattr(read_out, "check", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            program.step(STEPS[program.count])
+    program.count += 1
+    program.step(STEPS[program.count])
+    program.end()
+    got = digests(tmp_path / "c")["embedding:out"]
+    assert np.array_equal(got, np.concatenate([digest_of(some) for some in STEPS[: program.count]]))
+
+
+def test_what_is_copied_later_waits_for_the_stream_it_was_made_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another is current by then, and nothing else had to be read."""
+    program = Program(tmp_path / "c", monkeypatch)
+    program.warm()
+    session = program.capture.session
+    followed: list[tuple[int, int]] = []
+    monkeypatch.setattr(session.kernels, "follow", followed.append)
+    monkeypatch.setattr(session.kernels, "lead", lambda _stream: None)
+    program.step(STEPS[program.count])
+    assert not followed
+    last = session.frame
+    assert last is not None
+    assert not last.waiting
+    program.model.before = lambda _x: setattr(session.kernels, "current", (0, 1))
+    program.step(STEPS[program.count])
+    assert followed[0] == last.stream == (0, 0)

@@ -1,13 +1,14 @@
 """What a capture costs on a GPU: a scoring forward of 16k tokens, and decoding 64 sequences in CUDA graphs.
 
 Each figure stands beside the plain run of the same process, and beside a naive hook that copies every module output to
-the host. Filing what was captured is not part of a forward: it happens behind it, and is timed by itself. Runs during
-which the processor was slow are left out, and others made instead, see :mod:`zkl_debug.bench.steady`.
+the host. Filing what was captured is not part of a forward: it happens behind it, and is timed by itself. Machines
+are shared: see :mod:`zkl_debug.bench.steady` for what is told of each time.
 """
 
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch import nn
 from zkl_debug.beds.bed import bed
 from zkl_debug.beds.gpu import require
 from zkl_debug.bench.children import scratch
-from zkl_debug.bench.steady import Steps, Timed, Times, host_seconds, short_host_seconds
+from zkl_debug.bench.steady import Steps, Times
 from zkl_debug.schema import Json
 
 ROUNDS = 5
@@ -47,7 +48,7 @@ def bench_gpu(
 
     Returns:
         ``kernel``: bytes read per second; ``scoring`` and ``decode``: seconds and ratios to the plain run, of decode
-        those of a step, too, of which a run's median is taken; and how steady the processor was.
+        those of a step, too.
 
     Raises:
         UsageError: this machine cannot run the bed ``gpt-te``.
@@ -122,7 +123,7 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
     rng = np.random.default_rng(0)
     rows = [(i, rng.integers(0, spec.vocab, count).tolist()) for i in range(SEQUENCES)]
     batch = scoring.padded_batch(0, rows)
-    times = Times(torch.cuda.synchronize, least=-(-rounds // 2))
+    times, barrier = Times(), torch.cuda.synchronize
     facts: dict[str, Json] = {"tokens": SEQUENCES * count}
     filing = []
 
@@ -131,35 +132,29 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
 
     for _ in range(2):
         forward()
-    for number in _rounds(times, rounds):
-        times.time("plain", forward)
+    for number in range(rounds):
+        times.time("plain", forward, barrier)
         with Capture(model, None, "train", level="off"):
-            times.time("off", forward)
-        times.time("plain", forward)
+            times.time("off", forward, barrier)
+        times.time("plain", forward, barrier)
         with Capture(model, root / f"s{number}", "train") as capture:
 
-            def file(read_out: Any = capture.session.read_out) -> None:
-                begin = time.perf_counter()
-                read_out.settle()
-                filing.append(time.perf_counter() - begin)
+            def captured(session: Any = capture.session) -> None:
+                forward()
+                session.end_frame()  # issues the read-out, which the next forward would do
 
-            # The first makes files, memory and kernels, and reads every site twice; each reads out the one before.
+            # The first makes files, memory and kernels, and reads every site twice.
             for name in ("digest-first", "digest", "digest"):
-                times.time(name, forward, file)
+                times.time(name, captured, barrier)
+                begin = time.perf_counter()
+                capture.session.flush()
+                filing.append(time.perf_counter() - begin)
             facts["sites"], facts["errors"] = len(capture.session.metas), list(capture.session.errors)
             facts["shared"] = len(capture.session.twins.known)
         shutil.rmtree(root / f"s{number}")
     with _naive(model):
-        times.time("naive", forward)
-    return {**facts, **times.figures(), "filing": round(max(filing), 5)}
-
-
-def _rounds(times: Times, least: int) -> Iterator[int]:
-    """So many rounds, and up to twice as many until enough times were at the full speed of the processor."""
-    for number in range(2 * least):
-        if number >= least and times.enough:
-            return
-        yield number
+        times.time("naive", forward, barrier)
+    return {**facts, **times.figures(), "filing": round(statistics.median(filing), 5)}
 
 
 def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, Json]:
@@ -179,29 +174,21 @@ def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str,
     requests = [
         Request(i, tuple(rng.integers(0, spec.vocab, DECODE_PROMPT).tolist()), DECODE_TOKENS) for i in range(DECODED)
     ]
-    half = -(-rounds // 2)
-    runs, steps = Times(least=half), Times(host=short_host_seconds, least=half * (DECODE_TOKENS // 2))
+    runs, steps = Times(), Times()
     facts: dict[str, Json] = {"sequences": DECODED, "steps": DECODE_TOKENS}
     step = generator.engine.step_modern  # ends with the sampled tokens on the host
 
-    def run(name: str = "", settle: Callable[[], object] | None = None) -> None:
+    def run(name: str = "") -> None:
         """A generation; without a name it is not timed."""
-        timed = Steps(steps, name, step, _PREFILL_STEPS)
-        generator.engine.step_modern = timed if name else step
-        before = host_seconds()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        generator.generate(requests)
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin - timed.aside
-        timed.end()
-        if settle is not None:
-            settle()
-        if name:
-            runs.add(name, Timed(seconds, max(before, host_seconds())))
+        timed = generator.engine.step_modern = Steps(step, _PREFILL_STEPS)
+        if not name:
+            generator.generate(requests)
+            return
+        runs.time(name, lambda: generator.generate(requests), torch.cuda.synchronize)
+        steps.add(name, timed.seconds)
 
     run()
-    for number in _rounds(steps, rounds):
+    for number in range(rounds):
         run("plain")
         with Capture(model, None, "gen", level="off"):
             run("off")
@@ -209,7 +196,8 @@ def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str,
         with Capture(model, root / f"d{number}", "gen") as capture:
             generator.record_graphs()
             for name in ("digest-first", "digest", "digest"):
-                run(name, capture.session.flush)
+                run(name)
+                capture.session.flush()
             facts["sites"], facts["errors"] = len(capture.session.metas), list(capture.session.errors)
             facts["graphs"] = capture.session.summary()["graphs"]
         shutil.rmtree(root / f"d{number}")

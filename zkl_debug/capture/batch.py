@@ -52,13 +52,9 @@ class Batch:
         """Whether it is time to read them out."""
         if not self._frames:
             return False
+        used = sum(chunk.used for chunk in self.device.chunks)
         late = time.monotonic() - self._begun > _SECONDS
-        return late or bool(self._payload) or len(self._frames) >= _FRAMES or self.large
-
-    @property
-    def large(self) -> bool:
-        """Whether so much is on the device that it is worth a read-out, that of frames to come included."""
-        return 2 * sum(chunk.used for chunk in self.device.chunks) >= CHUNK_ROWS
+        return late or bool(self._payload) or len(self._frames) >= _FRAMES or 2 * used >= CHUNK_ROWS
 
     def job(self) -> Job:
         """The frames as a job of the drain; issues their copies. The batch is used up."""

@@ -127,15 +127,6 @@ class OpenFrame:
         """Rows so far, label rows included."""
         return self.rows.n_rows + sum(len(part) for part in self.labels)
 
-    def can_be_put_aside(self, rows: Sketch) -> bool:
-        """Whether it may be read out when a forward of these rows has been issued.
-
-        Sites that wait behind a step wait for the next step, not for another kind of forward.
-        """
-        if not self.ended or self.plans:
-            return False
-        return rows.graph >= 0 or (self.parts and self.device is not None and not (self.waiting or self.errands))
-
     def passed_already(self, name: str) -> bool:
         """Whether a site was passed, and recorded or told to wait."""
         return name in self.seen or name in self.names

@@ -21,7 +21,6 @@ class ReadOut:
         self._session = session
         self._pool = ChunkPool()
         self._batch: Batch | None = None
-        self._parted: Batch | None = None  # whose last frame was put aside
         self._drain: Drain | None = None
         self._noted: set[tuple[int, bool]] = set()
 
@@ -34,14 +33,8 @@ class ReadOut:
     def add(self, frame: OpenFrame, running: OpenFrame | None) -> None:
         """A frame has ended; ``running`` is the one that has begun since, if one has."""
         self._note(frame)
-        if frame.device is None and self._drain is None and not (self._batch or self._parted):
+        if frame.device is None and self._drain is None and not self._batch:
             self._file(frame, [])
-            return
-        parted = self._parted
-        if parted is not None and frame.device is parted.device:
-            self._parted = None
-            parted.add(frame)
-            self._submit(parted)
             return
         batch = self._open()
         batch.add(frame)
@@ -54,19 +47,9 @@ class ReadOut:
         """Whether the frames so far wait to be read out: not before one that began in their batch has ended."""
         return self._batch is not None and self._batch.full
 
-    def part(self, frame: OpenFrame) -> None:
-        """Have what comes read out apart from a frame that is put aside, where that is worth a read-out of its own."""
-        batch = self._batch
-        if batch is not None and self._parted is None and frame.device is batch.device and batch.large:
-            self._parted, self._batch = batch, None
-
     def submit(self) -> None:
         """Have the frames so far read out."""
-        parted, batch, self._parted, self._batch = self._parted, self._batch, None, None
-        self._submit(parted)
-        self._submit(batch)
-
-    def _submit(self, batch: Batch | None) -> None:
+        batch, self._batch = self._batch, None
         if batch:
             self._drain = self._drain or Drain()
             self._drain.submit(batch.job())
@@ -79,10 +62,6 @@ class ReadOut:
     def flush(self) -> None:
         """Read out and file every frame so far."""
         self.submit()
-        self.settle()
-
-    def settle(self) -> None:
-        """Wait until what is being read out is filed."""
         if self._drain is not None:
             self._drain.flush()
 

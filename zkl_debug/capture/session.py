@@ -140,13 +140,12 @@ class CaptureSession:
     def begin_frame(self, rows: FrameRows | Sketch) -> None:
         """Open a frame; the one before it, if still open, is written.
 
-        Where it can be it is only put aside: until the forward is under way, a device has nothing to do.
+        Before one that replays graphs it is only put aside: until the first is launched, a device has nothing to do.
         """
         last = self.frame
-        if last is not None and isinstance(rows, Sketch) and last.can_be_put_aside(rows) and not self.read_out.due:
+        late = isinstance(rows, Sketch) and rows.graph >= 0 and not self.read_out.due
+        if late and last is not None and last.ended and not last.plans:
             self._finish_ended()
-            last.twins.clear()
-            self.read_out.part(last)
             last.event_seq, self._ended, self.frame = self.event_seq, last, None
         else:
             self.end_frame()

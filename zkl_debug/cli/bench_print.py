@@ -70,7 +70,14 @@ def print_goals(console: Console, found: dict[str, Any]) -> None:
 def print_times(console: Console, title: str, part: dict[str, Any]) -> None:
     """Seconds of each variant and its ratio to the plain one; below it whatever else was measured."""
     console.print(f"[bold]{title}[/]")
-    columns = {"seconds": "seconds", "best": "best", "ratio": "x plain", "ratio_of_best": "best x"}
+    columns = {
+        "seconds": "seconds",
+        "best": "best",
+        "undisturbed": "undisturbed",
+        "ratio": "x plain",
+        "ratio_of_best": "best x",
+        "undisturbed_ratio": "undisturbed x",
+    }
     given = [name for name in columns if name in part]
     table = _table("", *(columns[name] for name in given))
     names = [name for name in _ORDER if name in part["seconds"]]
