@@ -284,14 +284,15 @@ def test_what_is_copied_later_waits_for_the_stream_it_was_made_on(
     program = Program(tmp_path / "c", monkeypatch)
     program.warm()
     session = program.capture.session
-    followed: list[tuple[int, int]] = []
-    monkeypatch.setattr(session.kernels, "follow", followed.append)
+    followed: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(session.kernels, "follow", lambda stream: followed.append((session.frames_written, stream)))
     monkeypatch.setattr(session.kernels, "lead", lambda _stream: None)
     program.step(STEPS[program.count])
     assert not followed
     last = session.frame
     assert last is not None
     assert not last.waiting
+    written = session.frames_written
     program.model.before = lambda _x: setattr(session.kernels, "current", (0, 1))
     program.step(STEPS[program.count])
-    assert followed[0] == last.stream == (0, 0)
+    assert followed[0] == (written, (0, 0)), "before that frame is read out"
