@@ -124,10 +124,10 @@ class GraphWatch:
             if not session.enabled:
                 return original(graph, *args, **kwargs)
             plan: Plan | None = getattr(graph, _ATTRIBUTE, None)
-            if session.beginning is not None and self._launch(plan):
+            if session.beginning is not None and plan is not None and (written := self._launch(plan)) is not None:
                 frame = session.frame  # opened now, while the device works
-                if plan is not None and plan.light is not None and frame is not None:
-                    self._replayed(frame, plan, plan.light.plan)
+                if frame is not None:
+                    self._replayed(frame, plan, written)
                 return None
             if plan is not None and plan.owner is self and not session.in_forward and self.opener is not None:
                 with session.guarded("graph:rows"):
@@ -139,8 +139,8 @@ class GraphWatch:
                     self._replaying(plan)
                 return original(graph, *args, **kwargs)
             # The common case: nothing to ask of the device.
-            if frame.index % RECHECK and self._launch(plan) and plan.light is not None:
-                self._replayed(frame, plan, plan.light.plan)
+            if frame.index % RECHECK and (written := self._launch(plan)) is not None:
+                self._replayed(frame, plan, written)
                 return None
             self._replayed(frame, plan, plan)
             if plan.late is None or not plan.late.due:
@@ -154,16 +154,17 @@ class GraphWatch:
 
         return replay
 
-    def _launch(self, plan: Plan | None) -> bool:
-        """Launch what may stand for a graph in frames that are no recheck; whether that was done."""
-        if plan is None or plan.owner is not self or plan.light is None or not plan.light.usable:
-            return False
+    def _launch(self, plan: Plan) -> Plan | None:
+        """Launch what stands for a graph in frames that are no recheck: what it writes; None where nothing was."""
+        light = plan.light
+        if plan.owner is not self or light is None or not light.usable:
+            return None
         try:
-            plan.light.executable.launch()
+            light.executable.launch()
         except OSError as error:
-            plan.light, self.refused = None, str(error)  # nothing was launched: the graph itself does as well
-            return False
-        return True
+            plan.light, self.refused = None, str(error)  # the graph itself does as well
+            return None
+        return light.plan
 
     def _replayed(self, frame: OpenFrame, plan: Plan, written: Plan) -> None:
         self.replays += 1

@@ -92,9 +92,9 @@ def wait(
     """Have a trusted site wait; False where it did already (a further occurrence), or no more may wait."""
     if name in frame.names or not _pass(frame, tensor.nbytes):
         return False
-    version = -1 if tensor.is_inference() else tensor._version
-    frame.waiting.append(Waiting(name, tensor, kind, semantic, layout, flatten, version, tensor.data_ptr()))
+    waiting = Waiting(name, tensor, kind, semantic, layout, flatten, _version(tensor), tensor.data_ptr())
     frame.names.add(name)
+    frame.waiting.append(waiting)
     return True
 
 
@@ -207,7 +207,7 @@ class Postponed:
         tensors: Sequence[torch.Tensor],
     ) -> None:
         """Do what a site takes, which reads these tensors, when it may be done; now where that may not be the same."""
-        marks = tuple([(tensor, _version(tensor), tensor.data_ptr()) for tensor in tensors])
+        marks = tuple((tensor, _version(tensor), tensor.data_ptr()) for tensor in tensors)
         here = not self._elsewhere(frame)
         if here and name in frame.trusted:
             frame.errands.append(Errand(name, issue, file, marks))
