@@ -296,3 +296,4 @@ def test_what_is_copied_later_waits_for_the_stream_it_was_made_on(
     program.model.before = lambda _x: setattr(session.kernels, "current", (0, 1))
     program.step(STEPS[program.count])
     assert followed[0] == (written, (0, 0)), "before that frame is read out"
+    program.end()
