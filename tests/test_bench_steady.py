@@ -33,8 +33,8 @@ def test_the_device_has_nothing_to_do_before_and_nothing_left_behind(monkeypatch
     def told(name: str) -> Callable[[], None]:
         return lambda: order.append(name)
 
-    times = Times()
-    times.time("digest", told("run"), told("barrier"))
+    times = Times(told("barrier"))
+    times.time("digest", told("run"))
     assert order == ["barrier", "run", "barrier"]
     assert times.seconds == {"digest": [2.5]}
 

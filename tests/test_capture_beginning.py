@@ -103,14 +103,17 @@ class Program:
             self.capture.session.flush()
         self.count += 1
 
-    def warm(self) -> None:
-        """Steps until frames are opened late."""
-        while self.count < _FLUSHED + 4:
-            self.step(STEPS[self.count])
-        assert self.late
-
     def end(self) -> None:
         self.capture.__exit__(None, None, None)
+
+
+def warmed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """A program whose frames are opened late by now."""
+    program = Program(folder, monkeypatch)
+    while program.count < _FLUSHED + 4:
+        program.step(STEPS[program.count])
+    assert program.late
+    return program
 
 
 def test_frames_are_opened_late_except_in_rechecks_and_hold_what_others_do(
@@ -138,8 +141,7 @@ def test_frames_are_opened_late_except_in_rechecks_and_hold_what_others_do(
 def test_a_forward_that_goes_otherwise_is_opened_at_once(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = Program(tmp_path / "c", monkeypatch)
-    program.warm()
+    program = warmed(tmp_path / "c", monkeypatch)
     tokens, before = STEPS[program.count], len(program.late)
     if what == "event":
         program.capture.event("weights moved", {})
@@ -159,9 +161,8 @@ def test_a_forward_that_broke_off_or_was_not_seen_is_no_hindrance(
     unseen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What began with it is in a frame of its own, as far as it came."""
-    program = Program(tmp_path / "c", monkeypatch)
-    program.warm()
-    session, frames = program.capture.session, program.capture.session.next_frame
+    program = warmed(tmp_path / "c", monkeypatch)
+    session, frames = program.capture.session, program.capture.session._next_frame
     if unseen:
         session.enabled = False
         program.step(STEPS[22])
@@ -171,7 +172,7 @@ def test_a_forward_that_broke_off_or_was_not_seen_is_no_hindrance(
             patched.setattr(program.model, "before", lambda _x: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 program.step(STEPS[22])
-    assert session.next_frame == frames + (not unseen)
+    assert session._next_frame == frames + (not unseen)
     program.step(STEPS[23])
     program.end()
     seen = [*STEPS[:22], STEPS[23]]
@@ -185,8 +186,7 @@ def test_a_site_that_may_not_wait_opens_the_frame_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read when it is passed, as what is written over it then must not be what is read."""
-    program = Program(tmp_path / "c", monkeypatch)
-    program.warm()
+    program = warmed(tmp_path / "c", monkeypatch)
     session = program.capture.session
     frame = session.frame
     assert frame is not None
@@ -208,8 +208,7 @@ def test_too_much_behind_a_forward_and_a_further_occurrence_in_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From there on no site of such a frame waits: neither does the first of two that come then."""
-    program = Program(tmp_path / "c", monkeypatch)
-    program.warm()
+    program = warmed(tmp_path / "c", monkeypatch)
     for number in range(postponed.MOST + 1):
         program.capture.record(f"behind{number}:out", torch.zeros(4, WIDTH))
     before, tokens = len(program.late), STEPS[program.count]
@@ -223,8 +222,7 @@ def test_too_much_behind_a_forward_and_a_further_occurrence_in_the_next(
 
 
 def test_a_launch_that_is_refused_is_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = Program(tmp_path / "c", monkeypatch)
-    program.warm()
+    program = warmed(tmp_path / "c", monkeypatch)
 
     def refuse(_executable: FakeExecutable) -> None:
         raise OSError("CUDA error 1")
@@ -241,8 +239,7 @@ def test_a_launch_that_is_refused_is_a_replay(tmp_path: Path, monkeypatch: pytes
 def test_a_probe_that_fails_when_it_opens_a_frame_leaves_the_program_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = Program(tmp_path / "c", monkeypatch)
-    program.warm()
+    program = warmed(tmp_path / "c", monkeypatch)
 
     def fail(_rows: object) -> None:
         raise RuntimeError("no more")
@@ -258,8 +255,7 @@ def test_a_probe_that_fails_when_it_opens_a_frame_leaves_the_program_alone(
 def test_an_interrupt_that_is_survived_loses_no_frame_that_was_put_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = Program(tmp_path / "c", monkeypatch)
-    program.warm()
+    program = warmed(tmp_path / "c", monkeypatch)
     read_out = program.capture.session.read_out
     with monkeypatch.context() as patched:
 
@@ -281,8 +277,7 @@ def test_what_is_copied_later_waits_for_the_stream_it_was_made_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where another is current by then, and nothing else had to be read."""
-    program = Program(tmp_path / "c", monkeypatch)
-    program.warm()
+    program = warmed(tmp_path / "c", monkeypatch)
     session = program.capture.session
     followed: list[tuple[int, tuple[int, int]]] = []
     monkeypatch.setattr(session.kernels, "follow", lambda stream: followed.append((session.frames_written, stream)))

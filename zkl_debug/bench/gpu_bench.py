@@ -123,7 +123,7 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
     rng = np.random.default_rng(0)
     rows = [(i, rng.integers(0, spec.vocab, count).tolist()) for i in range(SEQUENCES)]
     batch = scoring.padded_batch(0, rows)
-    times, barrier = Times(), torch.cuda.synchronize
+    times = Times(torch.cuda.synchronize)
     facts: dict[str, Json] = {"tokens": SEQUENCES * count}
     filing = []
 
@@ -133,10 +133,10 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
     for _ in range(2):
         forward()
     for number in range(rounds):
-        times.time("plain", forward, barrier)
+        times.time("plain", forward)
         with Capture(model, None, "train", level="off"):
-            times.time("off", forward, barrier)
-        times.time("plain", forward, barrier)
+            times.time("off", forward)
+        times.time("plain", forward)
         with Capture(model, root / f"s{number}", "train") as capture:
 
             def captured(session: Any = capture.session) -> None:
@@ -145,7 +145,7 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
 
             # The first makes files, memory and kernels, and reads every site twice.
             for name in ("digest-first", "digest", "digest"):
-                times.time(name, captured, barrier)
+                times.time(name, captured)
                 begin = time.perf_counter()
                 capture.session.flush()
                 filing.append(time.perf_counter() - begin)
@@ -153,7 +153,7 @@ def _scoring(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str, 
             facts["shared"] = len(capture.session.twins.known)
         shutil.rmtree(root / f"s{number}")
     with _naive(model):
-        times.time("naive", forward, barrier)
+        times.time("naive", forward)
     return {**facts, **times.figures(), "filing": round(statistics.median(filing), 5)}
 
 
@@ -174,7 +174,7 @@ def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str,
     requests = [
         Request(i, tuple(rng.integers(0, spec.vocab, DECODE_PROMPT).tolist()), DECODE_TOKENS) for i in range(DECODED)
     ]
-    runs, steps = Times(), Times()
+    runs, steps = Times(torch.cuda.synchronize), Times()
     facts: dict[str, Json] = {"sequences": DECODED, "steps": DECODE_TOKENS}
     step = generator.engine.step_modern  # ends with the sampled tokens on the host
 
@@ -184,7 +184,7 @@ def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str,
         if not name:
             generator.generate(requests)
             return
-        runs.time(name, lambda: generator.generate(requests), torch.cuda.synchronize)
+        runs.time(name, lambda: generator.generate(requests))
         steps.add(name, timed.seconds)
 
     run()

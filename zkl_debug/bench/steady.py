@@ -21,19 +21,20 @@ class Times:
     """Seconds of what was timed, by name.
 
     Args:
+        barrier: waits until the device has nothing to do.
         base: name of what the others are compared to.
     """
 
-    def __init__(self, base: str = "plain") -> None:
-        self._base = base
+    def __init__(self, barrier: Callable[[], object] = lambda: None, base: str = "plain") -> None:
+        self._barrier, self._base = barrier, base
         self.seconds: dict[str, list[float]] = {}
 
-    def time(self, name: str, run: Callable[[], object], barrier: Callable[[], object]) -> None:
-        """Time something; ``barrier`` waits until the device has nothing to do."""
-        barrier()
+    def time(self, name: str, run: Callable[[], object]) -> None:
+        """Time something, with all it leaves to the device."""
+        self._barrier()
         begin = time.perf_counter()
         run()
-        barrier()
+        self._barrier()
         self.add(name, [time.perf_counter() - begin])
 
     def add(self, name: str, seconds: list[float]) -> None:

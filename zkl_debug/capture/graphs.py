@@ -86,9 +86,9 @@ class GraphWatch:
             session = self.session
             if session.enabled:
                 with session.guarded("graph:begin"):
-                    # Nothing of an earlier frame may be read out into the recording, and none opened in it.
-                    if session.frame is not None and not session.in_forward:
-                        session.end_frame()
+                    session.open_begun()  # not in the recording
+                    if not session.in_forward:
+                        session.end_frame()  # nothing of an earlier frame may be read out into the recording
                     self._prepare()
                     self.recording = Plan(self, late=self._late(graph))
                     self._hand_on(self.recording)

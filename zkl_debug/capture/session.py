@@ -72,7 +72,7 @@ class CaptureSession:
         self.beginning: Beginning | None = None  # of a frame that is still to be opened
         self._frame: OpenFrame | None = None
         self._ended: OpenFrame | None = None  # still to be finished, while another is open already
-        self.next_frame = 0
+        self._next_frame = 0
         self.shard_of: ShardOf | None = None
         self._wanted: dict[str, bool] = {}
         self._repeats = Repeats(self)
@@ -112,7 +112,7 @@ class CaptureSession:
     def frame(self) -> OpenFrame | None:
         """The frame that is open; one that has only begun is opened now."""
         if self.beginning is not None:
-            self._open_begun()
+            self.open_begun()
         return self._frame
 
     @frame.setter
@@ -123,15 +123,17 @@ class CaptureSession:
         """A forward begins, whose frame ``opens`` opens by :meth:`begin_frame`: later, if it goes as the last one."""
         last = self.frame
         if last is not None and goes_on(last, rows) and self._ended is None and not self.options.requests:
-            trusted, stream = self.twins.until_end(last.kind, self.next_frame), self.kernels.stream()
+            trusted, stream = self.twins.until_end(last.kind, self._next_frame), self.kernels.stream()
             if trusted and stream == last.stream:
                 self.beginning = Beginning(opens, trusted, stream)
                 return
         opens()
 
-    def _open_begun(self) -> None:
+    def open_begun(self) -> None:
+        """Open a frame that has only begun, if there is one."""
         beginning, self.beginning = self.beginning, None
-        assert beginning is not None
+        if beginning is None:
+            return
         with self.guarded("model:in"):
             beginning.open()
             assert self._frame is not None, "nothing is left out where a frame was not opened at once"
@@ -157,9 +159,9 @@ class CaptureSession:
         if rows.step < 0:
             rows.step = self.step
         rows.weight_version = self.weight_version
-        self.frame = frame = OpenFrame(self.next_frame, rows)
+        self.frame = frame = OpenFrame(self._next_frame, rows)
         self.postponed.begin(frame)
-        self.next_frame += not rows.warmup
+        self._next_frame += not rows.warmup
 
     def forward_ended(self) -> None:
         """The model has issued all it will: issue what can wait until then, while a device still works on the rest."""
@@ -445,7 +447,7 @@ class CaptureSession:
         self.end_frame()
         self.event_seq += 1
         if self.writer is not None:
-            last = self.next_frame - 1
+            last = self._next_frame - 1
             self.writer.write_event(
                 EventRecord(self.event_seq, name, self.step, self.weight_version, last, dict(detail or {}))
             )
