@@ -43,7 +43,7 @@ class Batch:
 
     def add(self, frame: OpenFrame) -> None:
         """A frame has ended; lets go of the tensors it holds."""
-        frame.twins.clear()
+        frame.forget()
         self._frames.append(frame)
         self._payload += frame.payload_bytes
 

@@ -59,7 +59,7 @@ class ChunkPool:
     def __init__(self) -> None:
         self._free: list[Chunk] = []
         self._lock = threading.Lock()
-        self._stream: dict[torch.device, torch.cuda.Stream] = {}
+        self._stream: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
         self._dest: dict[tuple[int, int, torch.device], tuple[I64, torch.Tensor]] = {}
 
     def take(self, device: torch.device, rows: int) -> Chunk:
@@ -75,7 +75,16 @@ class ChunkPool:
         return chunk
 
     def give(self, chunk: Chunk) -> None:
-        """A chunk whose contents were read."""
+        """A chunk whose contents were read: what is not written next time must not be taken for a digest."""
+        used = chunk.device[: chunk.used]
+        with torch.inference_mode(mode=False):
+            if used.is_cuda:
+                stream = self.stream(used.device, clears=True)
+                with torch.cuda.stream(stream):
+                    used.zero_()
+                stream.synchronize()
+            else:
+                used.zero_()
         chunk.used = chunk.copied = 0
         with self._lock:
             self._free.append(chunk)
@@ -96,11 +105,12 @@ class ChunkPool:
             )  # ``take`` is held, so that its id stays its own
         return known[1]
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of the copies."""
-        if device not in self._stream:
-            self._stream[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._stream[device]
+    def stream(self, device: torch.device, *, clears: bool = False) -> torch.cuda.Stream:
+        """The stream of the copies, or the one that clears: a copy may be told to wait for what the program does."""
+        with self._lock:
+            if (device, clears) not in self._stream:
+                self._stream[device, clears] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            return self._stream[device, clears]
 
 
 @dataclass(frozen=True)
@@ -199,7 +209,12 @@ class DeviceFrame:
         rows = -(-count // 4)
         chunk = self.reserve(rows, words[0].device)
         start, chunk.used = chunk.used, chunk.used + rows
-        torch.cat(words, out=chunk.words[4 * start : 4 * start + count])
+        address = chunk.address(start)
+        for tensor in words:
+            if not (tensor.is_contiguous() and self.kernels.copy(tensor, address)):
+                torch.cat(words, out=chunk.words[4 * start : 4 * start + count])
+                break
+            address += tensor.nbytes
         return Pending(len(self.chunks) - 1, start, rows)
 
     def fetch_labels(self, tokens: torch.Tensor, selected: torch.Tensor, table: torch.Tensor) -> Pending:
@@ -233,25 +248,38 @@ class DeviceFrame:
             self._copy(self.chunks[-1])
 
     def copy_out(self) -> None:
-        """Issue the copies that were not issued yet; :meth:`arrays` waits for them and for all work before them."""
+        """Issue the copies that were not issued yet; :meth:`arrays` waits for them and for all work before them.
+
+        Little is copied where the program's work is: another stream would take the program longer.
+        """
         if self.chunks:
+            chunk = self.chunks[-1]
             self.kernels.settle()
-            self._copy(self.chunks[-1])
+            self._copy(chunk, aside=chunk.used - chunk.copied >= _WORTH_A_COPY)
         elif self.device is not None:
             self._on_side_stream(self.device, lambda: None)
 
-    def _copy(self, chunk: Chunk) -> None:
+    def _copy(self, chunk: Chunk, *, aside: bool = True) -> None:
         rows = slice(chunk.copied, chunk.used)
         chunk.copied = chunk.used
 
         def copy() -> None:
             chunk.host[rows].copy_(chunk.device[rows], non_blocking=True)
-            chunk.device[rows].zero_()  # kernels of the next frame may add into it
 
-        if chunk.device.is_cuda:
-            self._on_side_stream(chunk.device.device, copy)
+        device = chunk.device.device
+        if device.type != "cuda":
+            copy()
+        elif aside:
+            self._on_side_stream(device, copy)
         else:
             copy()
+            self._ends(torch.cuda.current_stream(device))
+
+    def _ends(self, stream: torch.cuda.Stream) -> None:
+        """Remember the end of what was issued on a stream."""
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record(stream)
+        self.ready.append(ready)
 
     def _on_side_stream(self, device: torch.device, work: Callable[[], None]) -> None:
         """Issue work behind what the program has issued so far, and remember its end."""
@@ -268,8 +296,7 @@ class DeviceFrame:
         else:
             with torch.cuda.stream(stream):
                 work()
-        ready.record(stream)
-        self.ready.append(ready)
+        self._ends(stream)
 
     def arrays(self) -> list[NDArray[np.uint64]]:
         """Digests of each chunk on the host, uint64 [used, 2]; waits for the copies and gives the chunks back."""
@@ -277,9 +304,8 @@ class DeviceFrame:
             ready.synchronize()
         found = []
         for chunk in self.chunks:
-            found.append(
-                chunk.host[: chunk.used].clone().numpy().view(np.uint64)
-            )  # copies without the interpreter lock
+            # By numpy: without the interpreter lock, as torch would do it, too, but with threads of its own.
+            found.append(chunk.host[: chunk.used].numpy().view(np.uint64).copy())
             self.pool.give(chunk)
         self.chunks = []
         return found

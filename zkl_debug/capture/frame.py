@@ -179,6 +179,11 @@ class OpenFrame:
         if len(self.twins) > _TWIN_KEEP:
             self.twins.popitem(last=False)
 
+    def forget(self, keep: int = 0) -> None:
+        """Let go of the tensors that were read, but for the last so many."""
+        while len(self.twins) > keep:
+            self.twins.popitem(last=False)
+
     def _earlier(self, key: Key, tensor: torch.Tensor) -> Reading | None:
         known = self.twins.get(key)
         return None if known is None or known.written_since(tensor) else known

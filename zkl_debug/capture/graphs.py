@@ -23,7 +23,7 @@ from zkl_debug.capture.graph_plans import GraphSite, Plan, Reading, Replay
 from zkl_debug.capture.kernels import Kernels
 from zkl_debug.capture.late import Arena, Held, LateReadings, Light, Templates, ends_part, generators, written_behind
 from zkl_debug.capture.layout import RowView, resolve
-from zkl_debug.capture.rows import FrameRows, warmup_rows
+from zkl_debug.capture.rows import Places, warmup_rows
 from zkl_debug.capture.twins import RECHECK, gaps
 from zkl_debug.errors import ProbeError
 from zkl_debug.schema import Json, SiteMeta
@@ -212,7 +212,7 @@ class GraphWatch:
         """Whether what is issued now becomes part of a graph."""
         return self.recording is not None and self.kernels.capturing()
 
-    def resolve(self, frame: FrameRows, tensor: torch.Tensor, layout: str) -> RowView | None:
+    def resolve(self, frame: Places, tensor: torch.Tensor, layout: str) -> RowView | None:
         """All token slots of a tensor, padding included: which of them are rows is known at each replay only."""
         return resolve(tensor, warmup_rows(frame.grid), layout)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from zkl_debug.capture.rows import FrameRows
+from zkl_debug.capture.rows import Places
 from zkl_debug.schema import Shard
 
 I64 = NDArray[np.int64]
@@ -42,7 +42,7 @@ class RowView:
     shard: Shard | None = None
 
 
-def resolve(tensor: torch.Tensor, frame: FrameRows, layout: str = "") -> RowView | None:
+def resolve(tensor: torch.Tensor, frame: Places, layout: str = "") -> RowView | None:
     """Match a tensor's leading dimensions with the frame's token slots.
 
     Args:
@@ -83,7 +83,7 @@ def resolve(tensor: torch.Tensor, frame: FrameRows, layout: str = "") -> RowView
     return None
 
 
-def share_of(frame: FrameRows) -> tuple[I64, NDArray[np.uint32]]:
+def share_of(frame: Places) -> tuple[I64, NDArray[np.uint32]]:
     """Rows in this rank's share of the sequence: their slots within it, and their places in the frame's rows."""
     index, count = frame.split
     size = frame.n_slots // count
@@ -91,7 +91,7 @@ def share_of(frame: FrameRows) -> tuple[I64, NDArray[np.uint32]]:
     return frame.slot[inside] - index * size, inside.astype(np.uint32)
 
 
-def _share(tensor: torch.Tensor, frame: FrameRows) -> RowView | None:
+def _share(tensor: torch.Tensor, frame: Places) -> RowView | None:
     """The view of a tensor that holds 1 / count of the sequence (sequence parallel): [s / count, b, *] or flat."""
     s, b = frame.grid
     count = frame.split[1]
@@ -108,7 +108,7 @@ def _share(tensor: torch.Tensor, frame: FrameRows) -> RowView | None:
     return RowView(tensor, known[0], known[1], tuple(tensor.shape[1:]))
 
 
-def _view(flat: torch.Tensor, frame: FrameRows, row_shape: tuple[int, ...], batch_first: bool = False) -> RowView:
+def _view(flat: torch.Tensor, frame: Places, row_shape: tuple[int, ...], batch_first: bool = False) -> RowView:
     """The view of a tensor with one row a slot. Index arrays are made once a frame and shared by all its sites."""
     key = (flat.shape[0], batch_first)
     known: tuple[I64 | None, NDArray[np.uint32]] | None = frame.cache.get(key)

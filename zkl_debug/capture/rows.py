@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,15 +156,37 @@ class Sketch:
         return made
 
 
+class Places(Protocol):
+    """Where the rows of a forward lie among its token slots; attributes as those of :class:`FrameRows`."""
+
+    @property
+    def grid(self) -> tuple[int, int]: ...
+    @property
+    def split(self) -> tuple[int, int]: ...
+    @property
+    def slot(self) -> I64: ...
+    @property
+    def last(self) -> I64: ...
+    @property
+    def cache(self) -> dict[object, Any]: ...
+    @property
+    def n_slots(self) -> int: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Where the rows of a forward lie among its token slots; fields as those of :class:`FrameRows`."""
+    """:class:`Places` that frames have in common."""
 
     grid: tuple[int, int]
     split: tuple[int, int]
     slot: I64
     last: I64
     cache: dict[object, Any]
+
+    @property
+    def n_slots(self) -> int:
+        """Token slots the model ran, padding included."""
+        return self.grid[0] * self.grid[1]
 
     @classmethod
     def of(cls, rows: FrameRows) -> Geometry:
@@ -274,8 +296,8 @@ def padded_rows(
     batch, seq = tokens.shape
     first = [offsets[i] if offsets is not None else 0 for i in range(batch)]
     ids = [tokens[i, at : at + lengths[i]].copy() for i, at in enumerate(first)]
-    slots = [(at + np.arange(lengths[i])) * batch + i for i, at in enumerate(first)]
-    return _assemble((seq, batch), ids, samples, prompt_lens, slots, phase)
+    starts = tuple(at * batch + i for i, at in enumerate(first))
+    return _assemble((seq, batch), ids, samples, prompt_lens, _places(starts, tuple(map(int, lengths)), batch), phase)
 
 
 def packed_rows(
@@ -299,8 +321,8 @@ def packed_rows(
     """
     spans = list(zip(starts, lengths, strict=True))
     ids = [tokens[start : start + length].copy() for start, length in spans]
-    slots = [start + np.arange(length) for start, length in spans]
-    return _assemble((len(tokens), 1), ids, samples, prompt_lens, slots, phase)
+    places = _places(tuple(map(int, starts)), tuple(map(int, lengths)), 1)
+    return _assemble((len(tokens), 1), ids, samples, prompt_lens, places, phase)
 
 
 def spread_rows(whole: FrameRows, columns: I64) -> FrameRows:
@@ -367,27 +389,32 @@ def _assemble(
     ids: list[NDArray[np.integer]],
     samples: Sequence[int],
     prompt_lens: Sequence[int] | None,
-    slots: list[NDArray[np.int64]],
+    places: tuple[I64, I64],
     phase: Phase,
 ) -> FrameRows:
-    """A frame of whole sequences, whose keys are worked out when they are asked for."""
-    lengths = [len(tokens) for tokens in ids]
-    slot = np.concatenate(slots) if slots else np.zeros(0, np.int64)
+    """A frame of whole sequences, whose keys are worked out when they are asked for; ``places``: :func:`_places`."""
+    slot, last = places
     samples, prompt_lens = list(samples), None if prompt_lens is None else list(prompt_lens)  # as they are now
-    # Where a sequence has no row there is no telling which one of a tensor of last rows is whose.
-    last = np.cumsum(np.asarray(lengths, np.int64)) - 1 if lengths and all(lengths) else np.zeros(0, np.int64)
 
     def rows() -> RowTable:
         prompts = prompt_lens if prompt_lens is not None else [None] * len(ids)
         parts = [sequence_rows(s, t, phase, p) for s, t, p in zip(samples, ids, prompts, strict=True)]
         return np.concatenate(parts) if parts else np.zeros(0, ROW_DTYPE)
 
-    return FrameRows(
-        grid,
-        late(rows),
-        slot.astype(np.int64),
-        phase,
-        len(lengths),
-        int(max(lengths, default=0)),
-        last.astype(np.int64),
-    )
+    longest = max((len(tokens) for tokens in ids), default=0)
+    return FrameRows(grid, late(rows), slot, phase, len(ids), longest, last)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(starts: tuple[int, ...], lengths: tuple[int, ...], stride: int) -> tuple[I64, I64]:
+    """Slots of the rows of sequences, and of each sequence its last row; shared, so not to be changed.
+
+    Args:
+        starts, lengths: first slot of each sequence, and its rows.
+        stride: slots from one row of a sequence to the next.
+    """
+    slots = [start + stride * np.arange(length, dtype=np.int64) for start, length in zip(starts, lengths, strict=True)]
+    slot = np.concatenate(slots) if slots else np.zeros(0, np.int64)
+    # Where a sequence has no row there is no telling which one of a tensor of last rows is whose.
+    last = np.cumsum(np.asarray(lengths, np.int64)) - 1 if lengths and all(lengths) else np.zeros(0, np.int64)
+    return slot, last

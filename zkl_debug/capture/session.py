@@ -37,6 +37,9 @@ from zkl_debug.schema import EventRecord, Json, SiteKind, SiteMeta, StateRecord,
 if TYPE_CHECKING:
     from zkl_debug.store.writer import CaptureWriter
 
+#: Tensors of a forward that what follows it may see again, such as logits.
+_BEHIND = 2
+
 
 class CaptureSession:
     """Collects the sites of each frame and hands them to the store.
@@ -173,6 +176,7 @@ class CaptureSession:
         self._issue(frame)
         if frame.device is not None and frame.given.graph < 0:
             frame.device.copy_so_far()
+            frame.forget(keep=_BEHIND)  # now, for what follows a forward waits for it
         self.postponed.behind(frame)
 
     def rows_of(self, frame: OpenFrame) -> FrameRows:
@@ -292,20 +296,20 @@ class CaptureSession:
         recording = self.recording
         if frame.may_wait and not recording:
             return self.postponed.record(frame, Waiting(name, tensor, kind, semantic, layout, flatten))
-        rows = self.rows_of(frame)
-        short = self._repeats.allowed and not recording
+        short = self._repeats.allowed and not recording and tensor.is_inference()
+        places = self.rows_of(frame) if short else self.geometry_of(frame) or frame.rows
         if short and self._repeats.record(frame, name, tensor, kind, semantic, layout, flatten):
             return True
-        if rows.warmup and not recording:
-            view = resolve(tensor, rows, layout)
+        if frame.given.warmup and not recording:
+            view = resolve(tensor, places, layout)
             if view is not None:  # keeps the order of execution among the sites inside the graphs
                 self.meta_of(name, flattened(view) if flatten else view, kind, semantic)
                 self.kernels.warm(view.tensor.detach(), int(view.tensor.shape[0]))
             return False
         if recording and self.graphs is not None:
-            view = self.graphs.resolve(rows, tensor, layout)
+            view = self.graphs.resolve(places, tensor, layout)
         else:
-            view = resolve(tensor, rows, layout)
+            view = resolve(tensor, places, layout)
         if view is None:
             self.not_rows.setdefault(name, str(tuple(tensor.shape)))
             return False
@@ -321,7 +325,7 @@ class CaptureSession:
             return True
         self.record_view(name, view, kind=kind, semantic=semantic, source=tensor)
         if short:
-            self._repeats.remember(rows, tensor, view, layout, flatten)
+            self._repeats.remember(frame.rows, tensor, view, layout, flatten)
         return True
 
     def record_view(
