@@ -9,47 +9,94 @@ from typing import Any
 import pytest
 
 from zkl_debug.bench import steady
-from zkl_debug.bench.steady import Steps, Times
+from zkl_debug.bench.steady import Sample, Steps, Times
+
+FAST, NEARLY, SLOW = 1.0, 1.09, 1.8  # of the processor
 
 
-def test_what_a_tenth_stayed_below_is_what_it_takes_when_nobody_disturbs() -> None:
-    """Most of the time somebody did, and more of it beside one than beside the other."""
+def test_what_fell_into_a_slow_phase_of_the_processor_is_told_apart() -> None:
+    """Most of the time it was slow, and more of it beside one than beside the other."""
     times = Times()
-    times.add("plain", [1.0, 1.0, *[1.5] * 3, *[1.0] * 6])
-    times.add("digest", [1.1, 1.1, 1.1, *[1.7] * 17])
-    times.add("naive", [100.0])
+    times.add("plain", [Sample(4.0, FAST), Sample(4.2, NEARLY), *[Sample(5.0, SLOW)] * 2])
+    times.add("digest", [Sample(4.4, FAST), *[Sample(7.0, SLOW)] * 9])
+    times.add("naive", [Sample(400.0, SLOW)])
     found: Any = times.figures()
-    assert found["undisturbed_ratio"] == {"plain": 1.0, "digest": 1.1, "naive": 100.0}
-    assert found["ratio"] == {"plain": 1.0, "digest": 1.7, "naive": 100.0}
-    assert found["count"] == {"plain": 11, "digest": 20, "naive": 1}
-    assert (found["seconds"]["digest"], found["undisturbed"]["digest"]) == (1.7, 1.1)
+    assert found["seconds"] == {"plain": 4.6, "digest": 7.0, "naive": 400.0}
+    assert found["undisturbed_seconds"] == {"plain": 4.1, "digest": 4.4, "naive": None}
+    assert found["ratio"]["digest"] == round(7.0 / 4.6, 4)
+    assert found["undisturbed_ratio"] == {"plain": 1.0, "digest": round(4.4 / 4.1, 4), "naive": None}
+    assert found["count"] == {"plain": 4, "digest": 10, "naive": 1}
+    assert found["undisturbed_count"] == {"plain": 2, "digest": 1, "naive": 0}
+
+
+def test_nothing_is_compared_to_a_base_that_was_always_disturbed() -> None:
+    times = Times()
+    times.add("plain", [Sample(4.0, SLOW)])
+    times.add("digest", [Sample(4.4, FAST)])
+    found: Any = times.figures()
+    assert found["undisturbed_ratio"] == {"plain": None, "digest": None}
+    assert found["undisturbed_seconds"]["digest"] == 4.4
+    assert found["ratio"]["digest"] == 1.1
+    assert Times().figures()["count"] == {}
 
 
 def test_the_device_has_nothing_to_do_before_and_nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     clock = iter([10.0, 12.5])
+    looks = iter([0.5, 0.25])
     monkeypatch.setattr(steady, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+
+    def look() -> float:
+        order.append("look")
+        return next(looks)
+
+    monkeypatch.setattr(steady, "processor", look)
 
     def told(name: str) -> Callable[[], None]:
         return lambda: order.append(name)
 
     times = Times(told("barrier"))
     times.time("digest", told("run"))
-    assert order == ["barrier", "run", "barrier"]
-    assert times.seconds == {"digest": [2.5]}
+    assert order == ["look", "barrier", "run", "barrier", "look"]
+    assert times.samples == {"digest": [Sample(2.5, 0.5)]}, "the slower of the two"
+
+
+def test_a_look_at_the_processor_is_a_time() -> None:
+    assert 0 < steady.processor() < 1
+
+
+class _Device:
+    """A step takes one second, and leaves a quarter that the next one waits for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.busy_until = 0.0
+        self.looks: list[float] = []
+        monkeypatch.setattr(steady, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def step(self) -> str:
+        self.now = max(self.now, self.busy_until) + 1.0
+        self.busy_until = self.now + 0.25
+        return "tokens"
+
+    def look(self) -> float:
+        self.now += 10.0
+        self.looks.append(self.now)
+        return float(len(self.looks))
 
 
 def test_a_step_pays_for_what_the_one_before_left_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work that goes on behind a step holds up the next one, which waits for it."""
-    now, busy_until, left = 0.0, 0.0, 0.25
-    monkeypatch.setattr(steady, "time", SimpleNamespace(perf_counter=lambda: now))
+    """Work that goes on behind a step holds up the next one, which waits for it; a look hides none of it."""
+    device = _Device(monkeypatch)
+    timed = Steps(device.step, 3, device.look)
+    assert [timed() for _ in range(3 + 2 * 9)] == ["tokens"] * 21
+    assert [sample.seconds for sample in timed.samples] == [1.25] * 16
+    assert [sample.beside for sample in timed.samples] == [2.0] * 8 + [3.0] * 8, "the slower of those around it"
+    assert len(device.looks) == 3
 
-    def step() -> str:
-        nonlocal now, busy_until
-        now = max(now, busy_until) + 1.0
-        busy_until = now + left
-        return "tokens"
 
-    timed = Steps(step, 3)
-    assert [timed() for _ in range(8)] == ["tokens"] * 8
-    assert timed.seconds == [1.0 + left] * 5
+def test_steps_between_no_two_looks_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device(monkeypatch)
+    timed = Steps(device.step, 3, device.look)
+    for _ in range(3 + 8):
+        timed()
+    assert timed.samples == []

@@ -2,7 +2,7 @@
 
 Each figure stands beside the plain run of the same process, and beside a naive hook that copies every module output to
 the host. Filing what was captured is not part of a forward: it happens behind it, and is timed by itself. Machines
-are shared: see :mod:`zkl_debug.bench.steady` for what is told of each time.
+are shared: :mod:`zkl_debug.bench.steady` tells apart what was disturbed.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _decoding(model: nn.Module, spec: Any, root: Path, rounds: int) -> dict[str,
             generator.generate(requests)
             return
         runs.time(name, lambda: generator.generate(requests))
-        steps.add(name, timed.seconds)
+        steps.add(name, timed.samples)
 
     run()
     for number in range(rounds):

@@ -1,24 +1,42 @@
 """Times taken on a machine that is shared: what something takes when nobody disturbs it, and what it usually takes.
 
-Others only ever add to a time, and for seconds at a time: a processor that is shared, or that saves power, may take
-half as long again for the same work. So beside the median stands what a tenth of the times stayed below.
+Others only ever add to a time, and for seconds at a time: a processor whose other half is busy, or that saves power,
+takes up to twice as long for the same work. So the same piece of work, which needs nothing but a processor, is timed
+before and behind everything that is timed, and what fell into a slow phase is told apart.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from zkl_debug.schema import Json
 
-_TENTHS = 10
+#: A processor that takes this much longer than at its fastest is disturbed.
+SLOWER = 1.1
+_TURNS = 40_000
+_WINDOW = 8
+
+
+class Sample(NamedTuple):
+    """Seconds of what was timed, and those of a piece of work of the processor beside it: see :func:`processor`."""
+
+    seconds: float
+    beside: float
+
+
+def processor() -> float:
+    """Seconds that this thread takes for a fixed piece of work, about a millisecond."""
+    begin, sink = time.perf_counter(), 0
+    for turn in range(_TURNS):
+        sink += turn
+    return time.perf_counter() - begin
 
 
 class Times:
-    """Seconds of what was timed, by name.
+    """What was timed, by name.
 
     Args:
         barrier: waits until the device has nothing to do.
@@ -27,58 +45,80 @@ class Times:
 
     def __init__(self, barrier: Callable[[], object] = lambda: None, base: str = "plain") -> None:
         self._barrier, self._base = barrier, base
-        self.seconds: dict[str, list[float]] = {}
+        self.samples: dict[str, list[Sample]] = {}
 
     def time(self, name: str, run: Callable[[], object]) -> None:
         """Time something, with all it leaves to the device."""
+        before = processor()
         self._barrier()
         begin = time.perf_counter()
         run()
         self._barrier()
-        self.add(name, [time.perf_counter() - begin])
+        seconds = time.perf_counter() - begin
+        self.add(name, [Sample(seconds, max(before, processor()))])
 
-    def add(self, name: str, seconds: list[float]) -> None:
+    def add(self, name: str, samples: Iterable[Sample]) -> None:
         """Take in what was timed elsewhere."""
-        self.seconds.setdefault(name, []).extend(seconds)
+        self.samples.setdefault(name, []).extend(samples)
 
     def figures(self) -> dict[str, Json]:
-        """By name, in seconds: median, what a tenth stayed below; both over those of the base; how many there are."""
-        median = {name: statistics.median(some) for name, some in self.seconds.items()}
-        quiet = {name: _tenth(some) for name, some in self.seconds.items()}
-        return {
-            "seconds": {name: round(value, 5) for name, value in median.items()},
-            "undisturbed": {name: round(value, 5) for name, value in quiet.items()},
-            "ratio": {name: round(value / median[self._base], 4) for name, value in median.items()},
-            "undisturbed_ratio": {name: round(value / quiet[self._base], 4) for name, value in quiet.items()},
-            "count": {name: len(some) for name, some in self.seconds.items()},
+        """By name, in seconds: the median, and that of what was not disturbed; both over those of the base.
+
+        ``count`` and ``undisturbed_count`` tell of how many; the median of none is None, and so is a ratio to it.
+        """
+        fastest = min((sample.beside for some in self.samples.values() for sample in some), default=0.0)
+        every = {name: [sample.seconds for sample in some] for name, some in self.samples.items()}
+        quiet = {
+            name: [sample.seconds for sample in some if sample.beside <= SLOWER * fastest]
+            for name, some in self.samples.items()
         }
+        return {**self._told(every, ""), **self._told(quiet, "undisturbed_")}
 
-
-def _tenth(seconds: list[float]) -> float:
-    if len(seconds) == 1:
-        return seconds[0]
-    return statistics.quantiles(seconds, n=_TENTHS, method="inclusive")[0]
+    def _told(self, seconds: dict[str, list[float]], prefix: str) -> dict[str, Json]:
+        median = {name: statistics.median(some) if some else None for name, some in seconds.items()}
+        base = median.get(self._base)
+        return {
+            f"{prefix}seconds": {name: None if value is None else round(value, 5) for name, value in median.items()},
+            f"{prefix}ratio": {
+                name: None if value is None or base is None else round(value / base, 4)
+                for name, value in median.items()
+            },
+            f"{prefix}count": {name: len(some) for name, some in seconds.items()},
+        }
 
 
 class Steps:
     """Times the steps of a run, each from the end of the one before: what that left undone counts, too.
 
+    Only the step behind a look at the processor is left out, for meanwhile the device went on.
+
     Args:
         step: does one.
         skipped: so many at the beginning are not counted, at least one.
+        look: as :func:`processor`.
     """
 
-    def __init__(self, step: Callable[[], Any], skipped: int) -> None:
-        self._step, self._skipped = step, skipped
-        self._ends: list[float] = []
+    def __init__(self, step: Callable[[], Any], skipped: int, look: Callable[[], float] = processor) -> None:
+        self._step, self._look, self._left = step, look, skipped
+        self._window: list[float] = []
+        self._begun: float | None = None  # end of the step before, where the next one counts
+        self._before = 0.0
+        self.samples: list[Sample] = []
 
     def __call__(self) -> Any:
         """Do the next step, and give what it gives."""
         result = self._step()
-        self._ends.append(time.perf_counter())
+        end = time.perf_counter()
+        if self._left > 0:
+            self._left -= 1
+            if self._left == 0:
+                self._before = self._look()
+            return result
+        if self._begun is not None:
+            self._window.append(end - self._begun)
+        self._begun = end
+        if len(self._window) == _WINDOW:
+            beside = self._look()
+            self.samples += (Sample(seconds, max(self._before, beside)) for seconds in self._window)
+            self._window, self._begun, self._before = [], None, beside
         return result
-
-    @property
-    def seconds(self) -> list[float]:
-        """Of each step that counts."""
-        return [b - a for a, b in itertools.pairwise(self._ends[self._skipped - 1 :])]

@@ -73,10 +73,10 @@ def print_times(console: Console, title: str, part: dict[str, Any]) -> None:
     columns = {
         "seconds": "seconds",
         "best": "best",
-        "undisturbed": "undisturbed",
         "ratio": "x plain",
         "ratio_of_best": "best x",
-        "undisturbed_ratio": "undisturbed x",
+        "undisturbed_seconds": "undisturbed",
+        "undisturbed_ratio": "x plain",
     }
     given = [name for name in columns if name in part]
     table = _table("", *(columns[name] for name in given))
