@@ -13,7 +13,8 @@ from graph_fakes import FakeKernels
 from zkl_debug.beds.bed import BedOptions
 from zkl_debug.beds.record import RecordOptions, record_bed
 from zkl_debug.capture import labels, session
-from zkl_debug.capture.device import Pending
+from zkl_debug.capture.device import ChunkPool, DeviceFrame, Pending
+from zkl_debug.capture.kernels import Kernels
 from zkl_debug.capture.twins import RECHECK, Pair, Twins
 from zkl_debug.store.reader import open_capture
 
@@ -87,3 +88,40 @@ def test_memory_that_was_written_is_read_again_whatever_the_version_of_a_new_ten
     assert ("a:out", "b:out") in {pair[1:] for pair in twins.betrayed}
     twins.judge(0, pair, zero, zero)
     assert not twins.trusted(0, 1, "a:out", "b:out")  # never again
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LITTLE, MUCH = 100, 1 << 17  # digests: what is copied with the program's work, and what aside
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [LITTLE, MUCH])
+def test_a_slot_that_nobody_writes_holds_no_digest_of_an_earlier_frame(device: str, rows: int) -> None:
+    pool, at = ChunkPool(), torch.device(device)
+    for _ in range(3):
+        frame = DeviceFrame(pool, Kernels())
+        chunk = frame.reserve(rows, at)
+        assert not chunk.device.any()
+        for part in (slice(0, rows // 2), slice(rows // 2, rows)):  # read out in two
+            chunk.device[part] = 7
+            chunk.used = part.stop
+            frame.copy_so_far()
+        frame.copy_out()
+        (read,) = frame.arrays()
+        assert read.shape == (rows, 2)
+        assert (read == 7).all()
+    assert pool.take(at, rows) is chunk, "the one that was there before"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gaps", [False, True])
+def test_words_are_read_out_one_behind_the_other(device: str, gaps: bool) -> None:
+    frame = DeviceFrame(ChunkPool(), Kernels())
+    first, second = (torch.arange(n, 3 * n, dtype=torch.int32, device=device) for n in (10, 13))
+    if gaps:
+        first, second = first[::2], second[1::2]
+    at = [frame.fetch_words(words) for words in ([second], [first, second])]
+    frame.copy_out()
+    (read,) = frame.arrays()
+    words = read[at[1].start : at[1].start + at[1].rows].reshape(-1).view(np.int32)
+    assert words[: len(first) + len(second)].tolist() == [*first.tolist(), *second.tolist()]

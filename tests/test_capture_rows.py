@@ -41,6 +41,18 @@ def test_packed_rows_have_the_keys_of_the_padded_ones() -> None:
     assert packed.last.tolist() == [2, 6]
 
 
+def test_batches_alike_have_their_rows_in_the_very_same_slots() -> None:
+    """Which is seen at a glance; the tokens are each batch's own."""
+    _, first = _padded()
+    tokens = np.array([[1, 2, 3, 0], [4, 5, 6, 7]])
+    second = padded_rows(tokens, samples=[8, 9], lengths=[3, 4])
+    assert second.slot is first.slot  # type: ignore[attr-defined]
+    assert second.last is first.last  # type: ignore[attr-defined]
+    assert second.rows["token"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert padded_rows(tokens, samples=[8, 9], lengths=[4, 3]).slot.tolist() == [0, 2, 4, 6, 1, 3, 5]
+    assert padded_rows(tokens, samples=[8, 9], lengths=[3, 3], offsets=[0, 1]).slot.tolist() == [0, 2, 4, 3, 5, 7]
+
+
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("shape", ["sb", "bs", "flat"])
 def test_every_layout_yields_the_rows_in_key_order(shape: str, left: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -299,6 +300,44 @@ def test_frames_of_other_lengths_are_worked_out_anew(tmp_path: Path) -> None:
                 capture.session.flush()
         capture.__exit__(None, None, None)
     assert same(tmp_path / "a", tmp_path / "b")
+
+
+def test_rows_are_worked_out_when_the_model_is_through(tmp_path: Path) -> None:
+    """Where they lie is known from forwards like it: nothing before the end of the model asks for more."""
+    model = Blocks()
+    capture = watching(tmp_path / "c", model)
+    inside: list[bool] = []
+    for tokens in batches(40):
+        rows = padded_rows(tokens, samples=[0, 1], lengths=[5, 5])
+
+        def make(rows: FrameRows = rows) -> FrameRows:
+            inside.append(capture.session.in_forward)
+            return rows
+
+        capture.next_rows(Sketch(Phase.SCORE, -1, 10, make, places="5 and 5"))
+        model(torch.from_numpy(tokens))
+        frame = capture.session.frame
+        assert frame is not None
+        assert len(frame.twins) <= 2, "of the tensors that were read, two are kept"
+    capture.__exit__(None, None, None)
+    assert inside == [True] + [False] * 39, "where they lie was told by the first"
+    assert capture.session.errors == []
+
+
+def _given(rows: FrameRows) -> FrameRows:
+    return rows
+
+
+def test_rows_that_lie_elsewhere_than_they_were_told_to_are_refused(tmp_path: Path) -> None:
+    model = Blocks()
+    capture = watching(tmp_path / "c", model, strict=False)
+    for lengths in ([5, 5], [5, 3]):
+        tokens = batches(1)[0]
+        rows = padded_rows(tokens, samples=[0, 1], lengths=lengths)
+        capture.next_rows(Sketch(Phase.SCORE, -1, sum(lengths), functools.partial(_given, rows), places="the same"))
+        model(torch.from_numpy(tokens))
+    capture.__exit__(None, None, None)
+    assert "rows of a forward are not where they were told to be" in capture.session.errors[0]
 
 
 # ---- behind the model, in steps that replay graphs ----------------------------------------------------------------

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from zkl_debug.capture.device import DeviceFrame, Pending, payload_bits
 from zkl_debug.capture.layout import RowView
-from zkl_debug.capture.rows import FrameRows, Sketch
+from zkl_debug.capture.rows import FrameRows, Geometry, Sketch
 from zkl_debug.capture.twins import AUDITS, END, Key, Pair, Reading, Twins, memory_key
 from zkl_debug.schema import U64, SiteBlock, SiteMeta
 
@@ -74,6 +74,7 @@ class OpenFrame:
         names: sites that wait or did.
         early: what waited in the running part of the model was read before its end, for it held too much memory.
         passed, passed_bytes: sites that were passed since waiting ones were last read, and what they hold.
+        geometry: where its rows lie, once that was asked for.
         kind: class of the frame for :class:`Twins`: its phase, and whether it replays a graph.
         shape: its bucket, or -1, and its number of rows, as they were told first.
     """
@@ -106,6 +107,7 @@ class OpenFrame:
     early: bool = False
     passed: int = 0
     passed_bytes: int = 0
+    geometry: Geometry | None = None
     kind: int = field(init=False)
     shape: tuple[int, int] = field(init=False)
 

@@ -23,7 +23,6 @@ import torch
 from zkl_debug.capture.device import Pending
 from zkl_debug.capture.frame import OpenFrame
 from zkl_debug.capture.layout import flattened, resolve
-from zkl_debug.capture.rows import FrameRows
 from zkl_debug.capture.together import Together
 from zkl_debug.capture.twins import END, Pair
 from zkl_debug.schema import SiteKind
@@ -277,7 +276,7 @@ class Postponed:
         elsewhere, kernels = self._elsewhere(frame), self._session.kernels
         if elsewhere:
             kernels.follow(frame.stream)
-        if waiting and (elsewhere or not self._follow(frame, waiting, at)):
+        if waiting and (elsewhere or not self._together.follow(frame, waiting, at)):
             self._read(frame, waiting, at)
         for errand in errands:
             self._run(frame, errand)
@@ -285,17 +284,13 @@ class Postponed:
             kernels.settle()
             kernels.lead(frame.stream)
 
-    def _follow(self, frame: OpenFrame, waiting: list[Waiting], at: str) -> bool:
-        return self._together.follow(frame, waiting, at, self._session.geometry_of(frame))
-
     def _read(self, frame: OpenFrame, waiting: list[Waiting], at: str) -> None:
-        rows = self._session.rows_of(frame)
         late = self._intact(frame, [site for site in waiting if site.first is None])
         if at != _ROOM:
             self._prove(frame, [site.name for site in late], at)
         for site in self._together.record(frame, late, None if at == _ROOM else at):
             self._now(frame, site)
-        again = [s for s in waiting if s.first is not None and self._again(frame, s, s.first, rows, at)]
+        again = [s for s in waiting if s.first is not None and self._again(frame, s, s.first, at)]
         if again:
             self._together.prepare(frame, again)
 
@@ -344,12 +339,12 @@ class Postponed:
                 found.append(site)
         return found
 
-    def _again(self, frame: OpenFrame, site: Waiting, first: Pending, rows: FrameRows, at: str) -> bool:
+    def _again(self, frame: OpenFrame, site: Waiting, first: Pending, at: str) -> bool:
         """Read a site again that was read when it was passed; whether it may turn out to be the same."""
         if site.tensor.data_ptr() != site.address or _version(site.tensor) != site.version:
             self._session.twins.refuse(frame.kind, site.name, END)
             return False
-        view = resolve(site.tensor, rows, site.layout)
+        view = resolve(site.tensor, self._session.geometry_of(frame), site.layout)
         assert view is not None, "it was read once"
         again = self._session.device_frame(frame).launch(flattened(view) if site.flatten else view, False)
         if again is not None:

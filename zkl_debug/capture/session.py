@@ -186,9 +186,12 @@ class CaptureSession:
             self._geometries.share(rows, given.places if isinstance(given, Sketch) else None)
         return rows
 
-    def geometry_of(self, frame: OpenFrame) -> Geometry | None:
+    def geometry_of(self, frame: OpenFrame) -> Geometry:
         """Where the rows of a frame lie; known before they are, where they lie as those of one before it."""
-        return self._geometries.of(frame.given) or self.rows_of(frame).geometry
+        if frame.geometry is None:
+            frame.geometry = self._geometries.of(frame.given) or self.rows_of(frame).geometry
+        assert frame.geometry is not None, "rows of a warm-up mean nothing"
+        return frame.geometry
 
     def end_frame(self) -> None:
         """Write the open frame, if any; a warm-up is dropped."""
@@ -297,7 +300,7 @@ class CaptureSession:
         if frame.may_wait and not recording:
             return self.postponed.record(frame, Waiting(name, tensor, kind, semantic, layout, flatten))
         short = self._repeats.allowed and not recording and tensor.is_inference()
-        places = self.rows_of(frame) if short else self.geometry_of(frame) or frame.rows
+        places = self.rows_of(frame) if short or frame.given.warmup else self.geometry_of(frame)
         if short and self._repeats.record(frame, name, tensor, kind, semantic, layout, flatten):
             return True
         if frame.given.warmup and not recording:

@@ -29,6 +29,9 @@ _MOST_KNOWN = 512
 #: Issues digests, one tensor's behind the other's: addresses of the tensors and of the output; False where it cannot.
 Launch = Callable[[Sequence[int], int], bool]
 
+#: Kind of a frame, part of a model, how many sites and the first of them, and where the rows lie.
+_Key = tuple[int, str, int, str, Geometry]
+
 
 @dataclass(frozen=True, eq=False)
 class Entry:
@@ -83,11 +86,11 @@ class Together:
         self._session = session
         self._known: dict[Any, Worked | None] = {}
         self._entries: dict[Any, Entry | None] = {}
-        self._scripts: dict[tuple[int, str, int, str, Geometry | None], Script] = {}
+        self._scripts: dict[_Key, Script] = {}
 
-    def follow(self, frame: OpenFrame, sites: Sequence[Waiting], at: str, geometry: Geometry | None) -> bool:
+    def follow(self, frame: OpenFrame, sites: Sequence[Waiting], at: str) -> bool:
         """Record sites as others like them were the last time ``at`` this part of a model; whether that was done."""
-        script = self._scripts.get((frame.kind, at, len(sites), sites[0].name, geometry))
+        script = self._scripts.get(self._key(frame, sites, at))
         return script is not None and script.follow(self._session, frame, sites)
 
     def record(self, frame: OpenFrame, sites: Sequence[Waiting], at: str | None) -> list[Waiting]:
@@ -115,14 +118,16 @@ class Together:
         self, frame: OpenFrame, sites: Sequence[Waiting], at: str, worked: Worked, which: Sequence[int]
     ) -> None:
         """Keep what was done, where every tensor was read and every site may be read here."""
-        launch, geometry = worked.launches.get(tuple(range(len(worked.entries)))), frame.rows.geometry
+        launch = worked.launches.get(tuple(range(len(worked.entries))))
         proven = all(self._session.twins.proven(frame.kind, name, at) for name in worked.names)
-        if launch is None or geometry is None or not proven:
+        if launch is None or not proven:
             return
         if len(self._scripts) >= _MOST_KNOWN:
             self._scripts.clear()
-        script = Script.of(sites, worked, which, launch)
-        self._scripts[frame.kind, at, len(sites), sites[0].name, geometry] = script
+        self._scripts[self._key(frame, sites, at)] = Script.of(sites, worked, which, launch)
+
+    def _key(self, frame: OpenFrame, sites: Sequence[Waiting], at: str) -> _Key:
+        return frame.kind, at, len(sites), sites[0].name, self._session.geometry_of(frame)
 
     def prepare(self, frame: OpenFrame, sites: Sequence[Waiting]) -> None:
         """Work out what sites take that were recorded already, for the first frame in which they wait."""
@@ -226,7 +231,7 @@ class Together:
         """How a tensor is read; None where it must go the long way."""
         tensor = site.tensor
         like = (tensor.shape, tensor.stride(), tensor.dtype, site.layout, site.flatten)
-        key = (frame.rows.geometry, tensor.get_device(), like)
+        key = (self._session.geometry_of(frame), tensor.get_device(), like)
         if key not in self._entries:
             if len(self._entries) >= _MOST_KNOWN:
                 self._entries.clear()
@@ -235,7 +240,7 @@ class Together:
 
     def _make_entry(self, frame: OpenFrame, site: Waiting) -> Entry | None:
         session, tensor = self._session, site.tensor
-        view = resolve(tensor, frame.rows, site.layout)
+        view = resolve(tensor, session.geometry_of(frame), site.layout)
         if view is None or not session.kernels.takes(tensor) or len(view.row) == 0:
             return None
         view = flattened(view) if site.flatten else view
