@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graph_fakes import FakeKernels
+from graph_fakes import FakeKernels, Model, call, digests, steps_of, watched
 
 from zkl_debug.beds.bed import BedOptions
 from zkl_debug.beds.record import RecordOptions, record_bed
@@ -16,6 +16,7 @@ from zkl_debug.capture import labels, session
 from zkl_debug.capture.device import ChunkPool, DeviceFrame, Pending
 from zkl_debug.capture.kernels import Kernels
 from zkl_debug.capture.twins import RECHECK, Pair, Twins
+from zkl_debug.digest_torch import digest_tensor
 from zkl_debug.store.reader import open_capture
 
 
@@ -120,8 +121,49 @@ def test_words_are_read_out_one_behind_the_other(device: str, gaps: bool) -> Non
     first, second = (torch.arange(n, 3 * n, dtype=torch.int32, device=device) for n in (10, 13))
     if gaps:
         first, second = first[::2], second[1::2]
-    at = [frame.fetch_words(words) for words in ([second], [first, second])]
+    at = [frame.fetch_words(words) for words in ([second], [first, second[:0], second], [first[:0]])]
+    assert at[2].rows == 0
     frame.copy_out()
     (read,) = frame.arrays()
     words = read[at[1].start : at[1].start + at[1].rows].reshape(-1).view(np.int32)
     assert words[: len(first) + len(second)].tolist() == [*first.tolist(), *second.tolist()]
+
+
+class Adding(FakeKernels):
+    """Adds to what is there, as the Triton kernel does for wide rows, and works nothing out beforehand."""
+
+    def job(
+        self, tensor: torch.Tensor, rows: int, out: torch.Tensor, start: int, dest: torch.Tensor | None, *, clear: bool
+    ) -> Any:
+        if clear:
+            out[start : start + rows] = 0
+
+        def step() -> None:
+            found = torch.from_numpy(digest_tensor(tensor, rows).view(np.int64))
+            at = torch.arange(rows) if dest is None else dest
+            out[start + at[at >= 0]] += found[at >= 0]
+
+        return step
+
+    def several(self, *_args: Any, **_options: Any) -> None:  # type: ignore[override]
+        return None
+
+    def again(self, *_args: Any, **_options: Any) -> None:  # type: ignore[override]
+        return None
+
+
+def test_kernels_that_add_give_what_those_that_write_do(tmp_path: Path) -> None:
+    found = []
+    for kernels in (FakeKernels, Adding):
+        model = Model()
+        capture = watched(model, tmp_path / kernels.__name__)
+        capture.session.kernels = kernels()
+        for number, tokens in enumerate(steps_of(12)):
+            call(model, capture, tokens[: 1 + number % 4], False)
+            if number % 3 == 2:
+                capture.session.flush()  # chunks are taken again
+        capture.__exit__(None, None, None)
+        found.append(digests(tmp_path / kernels.__name__))
+    written, added = found
+    assert written.keys() == added.keys()
+    assert all(np.array_equal(rows, added[name]) for name, rows in written.items())

@@ -328,9 +328,17 @@ def _given(rows: FrameRows) -> FrameRows:
     return rows
 
 
-def test_rows_that_lie_elsewhere_than_they_were_told_to_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_rows_that_lie_elsewhere_than_they_were_told_to_are_refused(asked: bool, tmp_path: Path) -> None:
+    """Also where somebody asked for them in the middle of the forward, as those do who take experts apart."""
     model = Blocks()
     capture = watching(tmp_path / "c", model, strict=False)
+
+    def ask(*_args: Any) -> None:
+        frame = capture.session.frame
+        assert not asked or frame is None or frame.rows.n_rows > 0
+
+    model.blocks[1].register_forward_hook(ask)
     for lengths in ([5, 5], [5, 3]):
         tokens = batches(1)[0]
         rows = padded_rows(tokens, samples=[0, 1], lengths=lengths)
@@ -338,6 +346,34 @@ def test_rows_that_lie_elsewhere_than_they_were_told_to_are_refused(tmp_path: Pa
         model(torch.from_numpy(tokens))
     capture.__exit__(None, None, None)
     assert "rows of a forward are not where they were told to be" in capture.session.errors[0]
+
+
+def test_a_forward_that_was_interrupted_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
+    """The program goes on, and its batch has been refilled by then: which tokens it ran cannot be told any more."""
+    model = Blocks()
+    capture = watching(tmp_path / "c", model)
+    tokens = np.zeros((2, 5), np.int64)
+
+    def stop(*_args: Any) -> None:
+        if tokens[0, 0] == 3:
+            raise KeyboardInterrupt
+
+    model.blocks[1].register_forward_hook(stop)
+    for number in range(6):
+        tokens[:] = number
+        make = functools.partial(padded_rows, tokens, samples=[0, 1], lengths=[5, 5])
+        capture.next_rows(Sketch(Phase.SCORE, -1, 10, make, places="the same"))
+        try:
+            model(torch.from_numpy(tokens.copy()))
+        except KeyboardInterrupt:
+            continue
+    capture.__exit__(None, None, None)
+    with open_capture(tmp_path / "c") as found:
+        assert found.manifest["probe"] == {"ok": True, "errors": []}
+        assert found.manifest["unkeyed_rows"] == 10
+        assert found.rows["token"].tolist() == [n for n in (0, 1, 2, 4, 5) for _ in range(10)]
+        digest = np.array(found.sites["layers.1:out"].digest)
+    assert len(np.unique(digest, axis=0)) == 5, "and no site of one that another ran"
 
 
 # ---- behind the model, in steps that replay graphs ----------------------------------------------------------------

@@ -352,6 +352,8 @@ class Capture:
             return
         with session.guarded("model:in"):
             session.path.clear()
+            if session.in_forward:
+                session.interrupted()
             session.in_forward = True
             rows: FrameRows | Sketch | None = self._recording_rows(args, kwargs)
             if rows is None:

@@ -2,12 +2,13 @@
 
 Nothing here waits for the device while the model runs. The digest kernel and the clone are issued on the current stream
 right behind the kernel that made the tensor, so a later write in place cannot reach them. Digests land in chunks of one
-size, already in the order of the frame's rows; when the frame ends each chunk is copied once, on a stream of its own,
-to page-locked memory, and a chunk is used again only after its copy was seen to be done.
+size, already in the order of the frame's rows; they are copied to page-locked memory, many of them on a stream of their
+own, and a chunk is used again only after its copy was seen to be done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -77,14 +78,11 @@ class ChunkPool:
     def give(self, chunk: Chunk) -> None:
         """A chunk whose contents were read: what is not written next time must not be taken for a digest."""
         used = chunk.device[: chunk.used]
-        with torch.inference_mode(mode=False):
-            if used.is_cuda:
-                stream = self.stream(used.device, clears=True)
-                with torch.cuda.stream(stream):
-                    used.zero_()
-                stream.synchronize()
-            else:
-                used.zero_()
+        stream = self.stream(used.device, clears=True) if used.is_cuda else None
+        with torch.cuda.stream(stream):
+            used.zero_()
+        if stream is not None:
+            stream.synchronize()
         chunk.used = chunk.copied = 0
         with self._lock:
             self._free.append(chunk)
@@ -211,7 +209,7 @@ class DeviceFrame:
         start, chunk.used = chunk.used, chunk.used + rows
         address = chunk.address(start)
         for tensor in words:
-            if not (tensor.is_contiguous() and self.kernels.copy(tensor, address)):
+            if tensor.nbytes and not (tensor.is_contiguous() and self.kernels.copy(tensor, address)):
                 torch.cat(words, out=chunk.words[4 * start : 4 * start + count])
                 break
             address += tensor.nbytes
@@ -248,18 +246,15 @@ class DeviceFrame:
             self._copy(self.chunks[-1])
 
     def copy_out(self) -> None:
-        """Issue the copies that were not issued yet; :meth:`arrays` waits for them and for all work before them.
-
-        Little is copied where the program's work is: another stream would take the program longer.
-        """
+        """Issue the copies that were not issued yet; :meth:`arrays` waits for them and for all work before them."""
         if self.chunks:
-            chunk = self.chunks[-1]
             self.kernels.settle()
-            self._copy(chunk, aside=chunk.used - chunk.copied >= _WORTH_A_COPY)
+            self._copy(self.chunks[-1])
         elif self.device is not None:
             self._on_side_stream(self.device, lambda: None)
 
-    def _copy(self, chunk: Chunk, *, aside: bool = True) -> None:
+    def _copy(self, chunk: Chunk) -> None:
+        """Issue the copy of what a chunk has come to hold: a little of it with the program's work, which is quicker."""
         rows = slice(chunk.copied, chunk.used)
         chunk.copied = chunk.used
 
@@ -267,12 +262,11 @@ class DeviceFrame:
             chunk.host[rows].copy_(chunk.device[rows], non_blocking=True)
 
         device = chunk.device.device
-        if device.type != "cuda":
-            copy()
-        elif aside:
+        if device.type == "cuda" and rows.stop - rows.start >= _WORTH_A_COPY:
             self._on_side_stream(device, copy)
-        else:
-            copy()
+            return
+        copy()
+        if device.type == "cuda":
             self._ends(torch.cuda.current_stream(device))
 
     def _ends(self, stream: torch.cuda.Stream) -> None:
@@ -300,13 +294,16 @@ class DeviceFrame:
 
     def arrays(self) -> list[NDArray[np.uint64]]:
         """Digests of each chunk on the host, uint64 [used, 2]; waits for the copies and gives the chunks back."""
-        for ready in self.ready:
-            ready.synchronize()
+        device = next((chunk.device.device for chunk in self.chunks if chunk.device.is_cuda), self.device)
         found = []
-        for chunk in self.chunks:
-            # By numpy: without the interpreter lock, as torch would do it, too, but with threads of its own.
-            found.append(chunk.host[: chunk.used].numpy().view(np.uint64).copy())
-            self.pool.give(chunk)
+        # On a thread that never used a device, the first would be taken otherwise, by every process of a machine.
+        with contextlib.nullcontext() if device is None else torch.cuda.device(device):
+            for ready in self.ready:
+                ready.synchronize()
+            for chunk in self.chunks:
+                # By numpy: without the interpreter lock, as torch would do it, too, but with threads of its own.
+                found.append(chunk.host[: chunk.used].numpy().view(np.uint64).copy())
+                self.pool.give(chunk)
         self.chunks = []
         return found
 

@@ -41,7 +41,7 @@ class Drain:
         self._jobs: deque[Job] = deque()
         self._filing: deque[tuple[Callable[[], None], int]] = deque()
         self._bytes = 0
-        self._busy = self._flushing = self._ending = False
+        self._busy = self._reading = self._flushing = self._ending = False
         self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="zkl-drain", daemon=True)
         self._thread.start()
@@ -68,6 +68,11 @@ class Drain:
             if self.failure is not None:
                 raise self.failure
 
+    def settle(self) -> None:
+        """Wait until nothing more is to be read out, whether it is filed or not."""
+        with self._condition:
+            self._condition.wait_for(lambda: self.failure or not (self._jobs or self._reading))
+
     def close(self) -> None:
         """Do what is queued and end the thread; raises like :meth:`flush`."""
         try:
@@ -92,13 +97,14 @@ class Drain:
             except Exception as error:
                 self.failure = error
             with self._condition:
-                self._busy = False
+                self._busy = self._reading = False
                 self._condition.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
         """What to do now: read out if anything can be, else file if it is time; None after a wait without work."""
         if self._jobs:
             job = self._jobs.popleft()
+            self._reading = True
             return lambda: self._filing.append((job.read(), job.nbytes))
         if self._filing and (self._flushing or self._ending or self._bytes > self._spool):
             return self._file

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -77,6 +77,7 @@ class OpenFrame:
         geometry: where its rows lie, once that was asked for.
         kind: class of the frame for :class:`Twins`: its phase, and whether it replays a graph.
         shape: its bucket, or -1, and its number of rows, as they were told first.
+        places: what tells where they lie, as it was told first: see :class:`Sketch`.
     """
 
     index: int
@@ -110,11 +111,13 @@ class OpenFrame:
     geometry: Geometry | None = None
     kind: int = field(init=False)
     shape: tuple[int, int] = field(init=False)
+    places: Hashable = field(init=False)
 
     def __post_init__(self) -> None:
         given = self.given
         self.kind = int(given.phase) + (16 if given.graph >= 0 else 0)
         self.shape = given.graph, given.n_rows
+        self.places = given.places if isinstance(given, Sketch) else None
 
     @property
     def rows(self) -> FrameRows:

@@ -89,6 +89,7 @@ class GraphWatch:
                     session.open_begun()  # not in the recording
                     if not session.in_forward:
                         session.end_frame()  # nothing of an earlier frame may be read out into the recording
+                    session.read_out.settle()
                     self._prepare()
                     self.recording = Plan(self, late=self._late(graph))
                     self._hand_on(self.recording)

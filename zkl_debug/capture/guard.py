@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from zkl_debug.errors import ProbeError
 
 if TYPE_CHECKING:
     from zkl_debug.capture.session import CaptureSession
@@ -47,5 +51,22 @@ class Guard:
             torch._C._set_grad_enabled(True)
         if not isinstance(error, Exception):
             return False
-        self._session.fail(self._where, error)
+        _fail(self._session, self._where, error)
         return True
+
+
+def _fail(session: CaptureSession, where: str, error: Exception) -> None:
+    """Disable the probe, remember why and say so on stderr.
+
+    Raises:
+        ProbeError: in strict mode.
+    """
+    text = f"{where}: {type(error).__name__}: {error}"
+    session.errors.append(text)
+    session.enabled = False
+    session.drop_frames()
+    if session.options.strict:
+        raise ProbeError(f"the probe failed at {text}") from error
+    print(f"zkl-debug: the probe failed and is off from here on; the program goes on. {text}", file=sys.stderr)
+    for line in traceback.format_exception(error)[-4:]:
+        print("  " + line.rstrip().replace("\n", "\n  "), file=sys.stderr)

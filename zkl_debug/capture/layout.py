@@ -86,7 +86,7 @@ def resolve(tensor: torch.Tensor, frame: Places, layout: str = "") -> RowView | 
 def share_of(frame: Places) -> tuple[I64, NDArray[np.uint32]]:
     """Rows in this rank's share of the sequence: their slots within it, and their places in the frame's rows."""
     index, count = frame.split
-    size = frame.n_slots // count
+    size = math.prod(frame.grid) // count
     inside = np.flatnonzero(frame.slot // size == index)
     return frame.slot[inside] - index * size, inside.astype(np.uint32)
 

@@ -59,6 +59,11 @@ class ReadOut:
         if self._drain is not None and self._drain.failure is not None:
             raise self._drain.failure
 
+    def settle(self) -> None:
+        """Wait until nothing is being read out: on whatever thread, that is not allowed while a graph is recorded."""
+        if self._drain is not None:
+            self._drain.settle()
+
     def flush(self) -> None:
         """Read out and file every frame so far."""
         self.submit()

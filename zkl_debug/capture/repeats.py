@@ -69,7 +69,7 @@ class Repeats:
     ) -> bool:
         """Record a site the short way; False where it must go the long way."""
         rows = frame.rows
-        if not tensor.is_inference() or rows.warmup or not rows.leading:
+        if rows.warmup or not rows.leading:
             return False
         worked = self._known.get(_key(tensor, rows, layout, flatten))
         if worked is None:
@@ -89,7 +89,7 @@ class Repeats:
 
     def remember(self, rows: FrameRows, tensor: torch.Tensor, view: RowView, layout: str, flatten: bool) -> None:
         """Work out a tensor that went the long way, if others like it could go the short way."""
-        if not tensor.is_inference() or not rows.leading or self._session.shard_of is not None:
+        if not rows.leading or self._session.shard_of is not None:
             return
         n = rows.n_rows
         row = np.arange(n, dtype=np.uint32)

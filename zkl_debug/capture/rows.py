@@ -169,8 +169,6 @@ class Places(Protocol):
     def last(self) -> I64: ...
     @property
     def cache(self) -> dict[object, Any]: ...
-    @property
-    def n_slots(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,11 +180,6 @@ class Geometry:
     slot: I64
     last: I64
     cache: dict[object, Any]
-
-    @property
-    def n_slots(self) -> int:
-        """Token slots the model ran, padding included."""
-        return self.grid[0] * self.grid[1]
 
     @classmethod
     def of(cls, rows: FrameRows) -> Geometry:
@@ -296,7 +289,7 @@ def padded_rows(
     batch, seq = tokens.shape
     first = [offsets[i] if offsets is not None else 0 for i in range(batch)]
     ids = [tokens[i, at : at + lengths[i]].copy() for i, at in enumerate(first)]
-    starts = tuple(at * batch + i for i, at in enumerate(first))
+    starts = tuple(int(at) * batch + i for i, at in enumerate(first))
     return _assemble((seq, batch), ids, samples, prompt_lens, _places(starts, tuple(map(int, lengths)), batch), phase)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -94,21 +92,9 @@ class CaptureSession:
         if launches and self.graphs is not None:
             self.graphs.issued(launches)
 
-    def fail(self, where: str, error: BaseException) -> None:
-        """Disable the probe, remember why and say so on stderr.
-
-        Raises:
-            ProbeError: in strict mode.
-        """
-        text = f"{where}: {type(error).__name__}: {error}"
-        self.errors.append(text)
-        self.enabled = False
+    def drop_frames(self) -> None:
+        """Let go of the frames that are open or put aside; they are not written."""
         self.frame = self._ended = None
-        if self.options.strict:
-            raise ProbeError(f"the probe failed at {text}") from error
-        print(f"zkl-debug: the probe failed and is off from here on; the program goes on. {text}", file=sys.stderr)
-        for line in traceback.format_exception(error)[-4:]:
-            print("  " + line.rstrip().replace("\n", "\n  "), file=sys.stderr)
 
     # ---- frames ---------------------------------------------------------------------------------------------------
     @property
@@ -181,9 +167,9 @@ class CaptureSession:
 
     def rows_of(self, frame: OpenFrame) -> FrameRows:
         """The rows of a frame, worked out now if they were not yet."""
-        given, rows = frame.given, frame.rows
+        rows = frame.rows
         if rows.geometry is None and not rows.warmup:
-            self._geometries.share(rows, given.places if isinstance(given, Sketch) else None)
+            self._geometries.share(rows, frame.places)
         return rows
 
     def geometry_of(self, frame: OpenFrame) -> Geometry:
@@ -211,6 +197,17 @@ class CaptureSession:
         frame.event_seq = self.event_seq
         with self.guarded("read-out"):
             self._add(frame)
+
+    def interrupted(self) -> None:
+        """The forward of the open frame has not ended, and the next one begins.
+
+        What its rows were cannot be told any more, unless they were worked out: then it is left out, and they count as
+        rows without a key.
+        """
+        frame = self.frame
+        if frame is not None and not frame.ended and isinstance(frame.given, Sketch):
+            self.unkeyed_rows += frame.given.n_rows
+            self._next_frame, self.frame = frame.index, None
 
     def _finish_ended(self, *, followed: bool = False) -> None:
         """Write the frame that was put aside, if any; ``followed``: the next forward has been issued."""
