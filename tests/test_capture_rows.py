@@ -52,7 +52,7 @@ def test_batches_alike_have_their_rows_in_the_very_same_slots() -> None:
     assert padded_rows(tokens, samples=[8, 9], lengths=[4, 3]).slot.tolist() == [0, 2, 4, 6, 1, 3, 5]
     assert padded_rows(tokens, samples=[8, 9], lengths=[3, 3], offsets=[0, 1]).slot.tolist() == [0, 2, 4, 3, 5, 7]
     offsets = list(np.full(8, 5000, np.int16))
-    far = padded_rows(np.zeros((8, 6000), np.int64), samples=range(8), lengths=[1] * 8, offsets=offsets)
+    far = padded_rows(np.zeros((8, 6000), np.int64), samples=range(8), lengths=[1] * 8, offsets=offsets)  # type: ignore[arg-type]
     assert far.slot.tolist() == list(range(40000, 40008))
 
 
