@@ -17,22 +17,22 @@ FAST, NEARLY, SLOW = 1.0, 1.09, 1.8  # of the processor
 def test_what_fell_into_a_slow_phase_of_the_processor_is_told_apart() -> None:
     """Most of the time it was slow, and more of it beside one than beside the other."""
     times = Times()
-    times.add("plain", [Sample(4.0, FAST), Sample(4.2, NEARLY), *[Sample(5.0, SLOW)] * 2])
-    times.add("digest", [Sample(4.4, FAST), *[Sample(7.0, SLOW)] * 9])
-    times.add("naive", [Sample(400.0, SLOW)])
+    times.add("plain", [*[Sample(4.0, FAST)] * 2, *[Sample(4.2, NEARLY)] * 3, *[Sample(5.0, SLOW)] * 6])
+    times.add("digest", [*[Sample(4.4, FAST)] * 5, *[Sample(7.0, SLOW)] * 9])
+    times.add("naive", [Sample(400.0, FAST)] * 4)
     found: Any = times.figures()
-    assert found["seconds"] == {"plain": 4.6, "digest": 7.0, "naive": 400.0}
-    assert found["undisturbed_seconds"] == {"plain": 4.1, "digest": 4.4, "naive": None}
-    assert found["ratio"]["digest"] == round(7.0 / 4.6, 4)
-    assert found["undisturbed_ratio"] == {"plain": 1.0, "digest": round(4.4 / 4.1, 4), "naive": None}
-    assert found["count"] == {"plain": 4, "digest": 10, "naive": 1}
-    assert found["undisturbed_count"] == {"plain": 2, "digest": 1, "naive": 0}
+    assert found["seconds"] == {"plain": 5.0, "digest": 7.0, "naive": 400.0}
+    assert found["undisturbed_seconds"] == {"plain": 4.2, "digest": 4.4, "naive": None}, "of four there is no median"
+    assert found["ratio"]["digest"] == 1.4
+    assert found["undisturbed_ratio"] == {"plain": 1.0, "digest": round(4.4 / 4.2, 4), "naive": None}
+    assert found["count"] == {"plain": 11, "digest": 14, "naive": 4}
+    assert found["undisturbed_count"] == {"plain": 5, "digest": 5, "naive": 4}
 
 
 def test_nothing_is_compared_to_a_base_that_was_always_disturbed() -> None:
     times = Times()
     times.add("plain", [Sample(4.0, SLOW)])
-    times.add("digest", [Sample(4.4, FAST)])
+    times.add("digest", [Sample(4.4, FAST)] * 5)
     found: Any = times.figures()
     assert found["undisturbed_ratio"] == {"plain": None, "digest": None}
     assert found["undisturbed_seconds"]["digest"] == 4.4

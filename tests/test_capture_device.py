@@ -98,7 +98,7 @@ LITTLE, MUCH = 100, 1 << 17  # digests: what is copied with the program's work, 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [LITTLE, MUCH])
 def test_a_slot_that_nobody_writes_holds_no_digest_of_an_earlier_frame(device: str, rows: int) -> None:
-    pool, at = ChunkPool(), torch.device(device)
+    pool, at = ChunkPool(), torch.empty(0, device=device).device  # with its number, as tensors tell it
     for _ in range(3):
         frame = DeviceFrame(pool, Kernels())
         chunk = frame.reserve(rows, at)

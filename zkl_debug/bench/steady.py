@@ -16,6 +16,8 @@ from zkl_debug.schema import Json
 
 #: A processor that takes this much longer than at its fastest is disturbed.
 SLOWER = 1.1
+#: Undisturbed times that make a median.
+FEWEST = 5
 _TURNS = 40_000
 _WINDOW = 8
 
@@ -64,7 +66,8 @@ class Times:
     def figures(self) -> dict[str, Json]:
         """By name, in seconds: the median, and that of what was not disturbed; both over those of the base.
 
-        ``count`` and ``undisturbed_count`` tell of how many; the median of none is None, and so is a ratio to it.
+        ``count`` and ``undisturbed_count`` tell of how many. Of less than :data:`FEWEST` that were not disturbed there
+        is no median, but None, and so is a ratio to it.
         """
         fastest = min((sample.beside for some in self.samples.values() for sample in some), default=0.0)
         every = {name: [sample.seconds for sample in some] for name, some in self.samples.items()}
@@ -72,10 +75,10 @@ class Times:
             name: [sample.seconds for sample in some if sample.beside <= SLOWER * fastest]
             for name, some in self.samples.items()
         }
-        return {**self._told(every, ""), **self._told(quiet, "undisturbed_")}
+        return {**self._told(every, "", 1), **self._told(quiet, "undisturbed_", FEWEST)}
 
-    def _told(self, seconds: dict[str, list[float]], prefix: str) -> dict[str, Json]:
-        median = {name: statistics.median(some) if some else None for name, some in seconds.items()}
+    def _told(self, seconds: dict[str, list[float]], prefix: str, fewest: int) -> dict[str, Json]:
+        median = {name: statistics.median(some) if len(some) >= fewest else None for name, some in seconds.items()}
         base = median.get(self._base)
         return {
             f"{prefix}seconds": {name: None if value is None else round(value, 5) for name, value in median.items()},

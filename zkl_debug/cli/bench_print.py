@@ -91,7 +91,7 @@ def print_times(console: Console, title: str, part: dict[str, Any]) -> None:
         if isinstance(value, dict) and "seconds" in value:
             print_times(console, f"{title}: a {key}", value)
         elif isinstance(value, dict):
-            console.print(f"{key}: {', '.join(f'{name} {each}' for name, each in value.items())}")
+            console.print(f"{key.replace('_', ' ')}: {', '.join(f'{name} {each}' for name, each in value.items())}")
         elif key == "errors":
             console.print(*[f"[red]error of the probe:[/] {each}" for each in value] or ["errors of the probe: none"])
         else:
