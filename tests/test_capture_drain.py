@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,24 +14,53 @@ from zkl_debug.capture.drain import Drain, Job
 from zkl_debug.capture.readout import ReadOut
 
 
-def test_what_is_read_out_can_be_waited_for_before_it_is_filed() -> None:
-    order: list[str] = []
-    gate = threading.Event()
+class Slow:
+    """A job that is read out when it is let, and filed."""
 
-    def read() -> Callable[[], None]:
-        gate.wait(10)
-        order.append("read")
-        return lambda: order.append("filed")
+    def __init__(self) -> None:
+        self.let, self.begun = threading.Event(), threading.Event()
+        self.order: list[str] = []
 
-    drain = Drain(pause=60)
-    drain.settle()  # nothing to wait for
-    for _ in range(2):
-        drain.submit(Job(read, 1))
-    threading.Timer(0.05, gate.set).start()
-    drain.settle()
-    assert order == ["read", "read"]
+    def job(self) -> Job:
+        return Job(self._read, 1)
+
+    def _read(self) -> Callable[[], None]:
+        self.begun.set()
+        self.let.wait(10)
+        self.order.append("read")
+        return lambda: self.order.append("filed")
+
+
+def test_nothing_is_read_out_or_filed_while_it_is_held() -> None:
+    slow, drain = Slow(), Drain(pause=0.05)
+    drain.hold()  # nothing to wait for
+    drain.go_on()
+    drain.submit(slow.job())
+    assert slow.begun.wait(10)
+    threading.Timer(0.1, slow.let.set).start()
+    drain.hold()
+    assert slow.order == ["read"], "what is being done is waited for"
+    time.sleep(0.2)
+    assert slow.order == ["read"]
+    drain.go_on()
+    until = time.monotonic() + 10
+    while slow.order != ["read", "filed"] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert slow.order == ["read", "filed"]
     drain.close()
-    assert order == ["read", "read", "filed", "filed"]
+
+
+@pytest.mark.parametrize("ends", ["flush", "close", "submit"])
+def test_a_recording_that_never_ends_holds_nothing_up_for_good(ends: str) -> None:
+    slow, drain = Slow(), Drain(pause=0.05)
+    slow.let.set()
+    drain.hold()
+    if ends == "submit":
+        drain.submit(slow.job())
+        assert slow.begun.wait(10)
+    elif ends == "flush":
+        drain.flush()
+    drain.close()
 
 
 def test_a_read_out_that_failed_is_not_waited_for() -> None:
@@ -40,23 +70,22 @@ def test_a_read_out_that_failed_is_not_waited_for() -> None:
     drain = Drain()
     for _ in range(2):
         drain.submit(Job(read, 1))
-    drain.settle()
+    drain.hold()
     with pytest.raises(OSError, match="the device is gone"):
         drain.close()
 
 
 def test_nothing_is_being_read_out_when_a_graph_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device refuses what that takes, on whatever thread, while the program records."""
-    recording: list[bool] = []
-    settle = ReadOut.settle
+    calls: list[tuple[str, bool]] = []
+    for name in ("hold", "go_on"):
 
-    def watched(self: ReadOut) -> None:
-        recording.append(FakeGraph.current is not None)
-        settle(self)
+        def watched(_self: ReadOut, name: str = name) -> None:
+            calls.append((name, FakeGraph.current is not None))
 
-    monkeypatch.setattr(ReadOut, "settle", watched)
+        monkeypatch.setattr(ReadOut, name, watched)
     capture = recorded_model(Model(), tmp_path / "c")
     assert capture.session.graphs is not None
-    assert recording == [False] * capture.session.graphs.recorded
-    assert recording
+    assert calls == [("hold", False), ("go_on", False)] * capture.session.graphs.recorded
+    assert calls
     capture.__exit__(None, None, None)

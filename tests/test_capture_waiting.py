@@ -306,12 +306,14 @@ def test_rows_are_worked_out_when_the_model_is_through(tmp_path: Path) -> None:
     """Where they lie is known from forwards like it: nothing before the end of the model asks for more."""
     model = Blocks()
     capture = watching(tmp_path / "c", model)
+    through: list[bool] = []
     inside: list[bool] = []
-    for tokens in batches(40):
+    model.norm.register_forward_hook(lambda *_: through.append(True))
+    for number, tokens in enumerate(batches(40)):
         rows = padded_rows(tokens, samples=[0, 1], lengths=[5, 5])
 
-        def make(rows: FrameRows = rows) -> FrameRows:
-            inside.append(capture.session.in_forward)
+        def make(rows: FrameRows = rows, number: int = number) -> FrameRows:
+            inside.append(len(through) == number)
             return rows
 
         capture.next_rows(Sketch(Phase.SCORE, -1, 10, make, places="5 and 5"))
@@ -348,8 +350,31 @@ def test_rows_that_lie_elsewhere_than_they_were_told_to_are_refused(asked: bool,
     assert "rows of a forward are not where they were told to be" in capture.session.errors[0]
 
 
-def test_a_forward_that_was_interrupted_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
-    """The program goes on, and its batch has been refilled by then: which tokens it ran cannot be told any more."""
+THEN: dict[str, Callable[[Capture], object]] = {
+    "the next": lambda _capture: None,
+    "an event": lambda capture: capture.event("reward"),
+    "a step": lambda capture: capture.set_step(1),
+    "a flush": lambda capture: capture.session.flush(),
+    "rest": lambda capture: rest(capture),
+    "one that is not seen": lambda capture: unseen(capture),
+}
+
+
+def rest(capture: Capture) -> None:
+    capture.rest()
+    capture.wake()
+
+
+def unseen(capture: Capture) -> None:
+    capture.session.enabled = False
+    capture.model(torch.zeros((2, 5), dtype=torch.int64))
+    capture.session.enabled = True
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("then", THEN)
+def test_a_forward_that_was_interrupted_is_left_out(told: bool, then: str, tmp_path: Path) -> None:
+    """The program goes on and refills its batch: it is not taken for that, and what waited in it is no error."""
     model = Blocks()
     capture = watching(tmp_path / "c", model)
     tokens = np.zeros((2, 5), np.int64)
@@ -358,22 +383,73 @@ def test_a_forward_that_was_interrupted_is_not_taken_for_the_next_one(tmp_path: 
         if tokens[0, 0] == 3:
             raise KeyboardInterrupt
 
-    model.blocks[1].register_forward_hook(stop)
+    model.blocks[1].mlp.up.register_forward_hook(stop)
     for number in range(6):
         tokens[:] = number
         make = functools.partial(padded_rows, tokens, samples=[0, 1], lengths=[5, 5])
-        capture.next_rows(Sketch(Phase.SCORE, -1, 10, make, places="the same"))
+        capture.next_rows(make() if told else Sketch(Phase.SCORE, -1, 10, make, places="the same"))
         try:
             model(torch.from_numpy(tokens.copy()))
         except KeyboardInterrupt:
-            continue
+            tokens[:] = 4
+            THEN[then](capture)
     capture.__exit__(None, None, None)
     with open_capture(tmp_path / "c") as found:
         assert found.manifest["probe"] == {"ok": True, "errors": []}
-        assert found.manifest["unkeyed_rows"] == 10
+        assert found.manifest["notes"] == ["1 forward left out: interrupted before the end"]
         assert found.rows["token"].tolist() == [n for n in (0, 1, 2, 4, 5) for _ in range(10)]
-        digest = np.array(found.sites["layers.1:out"].digest)
-    assert len(np.unique(digest, axis=0)) == 5, "and no site of one that another ran"
+        assert np.unique(found.rows["frame"]).tolist() == [0, 1, 2, 3, 4]
+        for site in found.sites.values():
+            assert len(np.unique(np.array(site.digest), axis=0)) == 5, "and no site of one that another ran"
+
+
+def test_an_event_in_the_middle_of_a_forward_ends_its_frame(tmp_path: Path) -> None:
+    """Which is no interrupt: the model runs."""
+    model = Blocks()
+    capture = watching(tmp_path / "c", model)
+    model.blocks[1].mlp.register_forward_hook(lambda *_: capture.event("now"))
+    for tokens in batches(3):
+        score(model, capture, tokens)
+    capture.__exit__(None, None, None)
+    with open_capture(tmp_path / "c") as found:
+        assert found.manifest["notes"] == []
+        assert len(found.sites["layers.0.mlp:out"].digest) == 3 * 8
+    assert capture.session.broken_off == 0
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_forward_that_raises_is_not_what_its_shape_is_judged_by(failed: bool, tmp_path: Path) -> None:
+    """It did not come to where this shape, unlike the others, is written over."""
+    model = Blocks()
+    capture = watching(tmp_path / "c", model)
+    reference = watching(tmp_path / "d", Blocks(), at_once=True)
+    fails = [False]
+
+    def stop(*_args: Any) -> None:
+        if fails[0]:
+            raise ValueError("not this time")
+
+    def write(_module: nn.Module, args: tuple[torch.Tensor, ...], _output: Any) -> None:
+        if args[0].shape[0] == 5:
+            args[0].numpy()[:] = 0
+
+    for seen in (capture, reference):
+        blocks = cast("Blocks", seen.model).blocks
+        blocks[0].attn.register_forward_hook(stop)
+        blocks[2].mlp.down.register_forward_hook(write)
+        for number, tokens in enumerate(batches(14)):
+            short = number < 8
+            some = tokens[:, :4].copy() if short else tokens
+            fails[0] = failed and number == 8
+            seen.next_rows(padded_rows(some, samples=[0, 1], lengths=[some.shape[1]] * 2))
+            try:
+                seen.model(torch.from_numpy(some))
+            except ValueError:
+                assert fails[0]
+            seen.session.flush()
+        seen.__exit__(None, None, None)
+    got, wanted = digests(tmp_path / "c"), digests(tmp_path / "d")
+    assert all(np.array_equal(got[name], rows) for name, rows in wanted.items())
 
 
 # ---- behind the model, in steps that replay graphs ----------------------------------------------------------------

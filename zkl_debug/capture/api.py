@@ -139,6 +139,7 @@ class Capture:
                 budget_bytes=self.options.budget,
             )
         self.session = CaptureSession(writer, self.options, self.forcing)
+        self.session.calls = functools.partial(_calls, self.model)
         part_of = getattr(self.adapter, "parameter_part", None)
         self._weights = WeightWatch(self.session, self.model, part_of)
         rename = getattr(self.adapter, "rename", None)
@@ -164,6 +165,7 @@ class Capture:
         """See recordings and replays through ``watch``; graphs recorded from here on carry the probe's kernels."""
         self.session.graphs = watch
         watch.opener = self._open_for_replay
+        watch.rows_given = lambda: self._pending is not None
         in_a_row = getattr(self.adapter, "graphs_in_a_row", None)
         if in_a_row is not None:
             watch.in_a_row = lambda: bool(in_a_row(self.model))
@@ -171,8 +173,8 @@ class Capture:
 
     def _open_for_replay(self) -> None:
         """A graph of a whole model runs no hook: its rows are those given by :meth:`next_rows`."""
-        rows, self._pending = self._pending, None
-        if rows is not None:
+        if self._pending is not None and not self.session.inside():
+            rows, self._pending = self._pending, None
             self._weights.before_frame(rows)
             self.session.begin_frame(rows)
 
@@ -346,15 +348,14 @@ class Capture:
     def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         session, last = self.session, self.session.frame
         if not session.enabled:
+            session.inside(1)
             if last is not None and last.ended:
                 with session.guarded("model:in"):
                     session.postponed.settle(last)  # this forward is not seen, and may write over what waits
             return
         with session.guarded("model:in"):
             session.path.clear()
-            if session.in_forward:
-                session.interrupted()
-            session.in_forward = True
+            session.inside(1)  # what broke off goes before anything is told of this one
             rows: FrameRows | Sketch | None = self._recording_rows(args, kwargs)
             if rows is None:
                 rows, self._pending = self._pending, None
@@ -364,9 +365,10 @@ class Capture:
                 rows = self._guess_rows(args, kwargs)
             if rows is None:
                 session.end_frame()
-                return
-            session.begin(rows, functools.partial(self._open, rows))
-            if rows.warmup:
+            else:
+                session.begin(rows, functools.partial(self._open, rows))
+            session.in_forward = True
+            if rows is None or rows.warmup:
                 return
             ids, positions = _ids(args, kwargs)
             for name, value in ((_TOKEN_IDS, ids), (_POSITION_IDS, positions)):
@@ -385,12 +387,12 @@ class Capture:
     def _after_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
         session = self.session
         session.path.clear()
-        session.in_forward = False
         if session.graphs is not None:
             session.graphs.handing = None
         if session.enabled and session.frame is not None:
             with session.guarded("model:out"):
-                session.forward_ended()
+                session.forward_ended(failed=output is None)
+        session.in_forward = False
 
     def _recording_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | None:
         """Token slots of a forward that is being recorded into a graph: its ids cannot be read, only their shape."""
@@ -450,3 +452,12 @@ def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor | 
 def _count_layers(model: nn.Module) -> int:
     layers = [getattr(m, "layers", None) for m in model.modules()]
     return max((len(found) for found in layers if isinstance(found, nn.ModuleList)), default=0)
+
+
+def _calls(model: nn.Module) -> int:
+    """Calls of the model that are under way on this thread."""
+    count, frame, code = 0, sys._getframe(1), nn.Module._wrapped_call_impl.__code__
+    while frame is not None:
+        count += frame.f_code is code and frame.f_locals.get("self") is model
+        frame = frame.f_back  # type: ignore[assignment]
+    return count

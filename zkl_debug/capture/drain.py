@@ -41,7 +41,7 @@ class Drain:
         self._jobs: deque[Job] = deque()
         self._filing: deque[tuple[Callable[[], None], int]] = deque()
         self._bytes = 0
-        self._busy = self._reading = self._flushing = self._ending = False
+        self._busy = self._held = self._flushing = self._ending = False
         self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="zkl-drain", daemon=True)
         self._thread.start()
@@ -49,6 +49,7 @@ class Drain:
     def submit(self, job: Job) -> None:
         """Queue a frame; waits only when far too much is queued."""
         with self._condition:
+            self._held = False
             self._condition.wait_for(lambda: self.failure or self._bytes + job.nbytes <= self._limit or not self._bytes)
             self._jobs.append(job)
             self._bytes += job.nbytes
@@ -61,17 +62,24 @@ class Drain:
             Exception: what stopped the thread.
         """
         with self._condition:
-            self._flushing = True
+            self._held, self._flushing = False, True
             self._condition.notify_all()
             self._condition.wait_for(lambda: self.failure or not (self._jobs or self._filing or self._busy))
             self._flushing = False
             if self.failure is not None:
                 raise self.failure
 
-    def settle(self) -> None:
-        """Wait until nothing more is to be read out, whether it is filed or not."""
+    def hold(self) -> None:
+        """Do nothing from here on, when what is being done is through, until the program goes on or hands over more."""
         with self._condition:
-            self._condition.wait_for(lambda: self.failure or not (self._jobs or self._reading))
+            self._held = True
+            self._condition.wait_for(lambda: not self._busy)
+
+    def go_on(self) -> None:
+        """Take back :meth:`hold`."""
+        with self._condition:
+            self._held = False
+            self._condition.notify_all()
 
     def close(self) -> None:
         """Do what is queued and end the thread; raises like :meth:`flush`."""
@@ -97,14 +105,16 @@ class Drain:
             except Exception as error:
                 self.failure = error
             with self._condition:
-                self._busy = self._reading = False
+                self._busy = False
                 self._condition.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
         """What to do now: read out if anything can be, else file if it is time; None after a wait without work."""
+        if self._held:
+            self._condition.wait()
+            return None
         if self._jobs:
             job = self._jobs.popleft()
-            self._reading = True
             return lambda: self._filing.append((job.read(), job.nbytes))
         if self._filing and (self._flushing or self._ending or self._bytes > self._spool):
             return self._file
@@ -112,7 +122,7 @@ class Drain:
             return None
         if self._condition.wait(timeout=self._pause if self._filing else None):
             return None
-        return self._file if self._filing else None  # the program pauses
+        return self._file if self._filing and not self._held else None  # the program pauses
 
     def _file(self) -> None:
         task, nbytes = self._filing.popleft()

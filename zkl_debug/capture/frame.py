@@ -64,6 +64,7 @@ class OpenFrame:
         deferred: sites made when the frame is filed.
         event_seq: number of the last event before its end.
         ended: the model has issued all it will.
+        failed: it raised an exception.
         followed: it was put aside, and the next forward has been issued.
         may_wait: whether sites may be read later: see :mod:`zkl_debug.capture.postponed`.
         parts: they wait for the end of a part of the model, not of all of it.
@@ -96,6 +97,7 @@ class OpenFrame:
     twins: OrderedDict[Key, Reading] = field(default_factory=OrderedDict)
     pairs: list[Pair] = field(default_factory=list)
     ended: bool = False
+    failed: bool = False
     followed: bool = False
     may_wait: bool = False
     parts: bool = False
@@ -204,7 +206,7 @@ class OpenFrame:
             audits = AUDITS if pair.second == END and not self.parts else 1
             digests = _digests(parts, pair.a), _digests(parts, pair.b)
             twins.judge(self.kind, pair, *digests, fresh=self.fresh, audits=audits)
-        if self.fresh and (self.parts or all(pair.proof for pair in self.pairs)):
+        if self.fresh and not self.failed and (self.parts or all(pair.proof for pair in self.pairs)):
             twins.judged(self.kind, self.shape)
         for later in self.deferred:
             later.judge(parts)

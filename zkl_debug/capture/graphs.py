@@ -51,6 +51,7 @@ class GraphWatch:
         self.kernels = kernels
         self.graph_class = graph_class if graph_class is not None else torch.cuda.CUDAGraph
         self.opener: Callable[[], None] | None = None
+        self.rows_given: Callable[[], bool] = lambda: False
         #: Whether nothing is written between a graph and the next: then what one reads at its end may be left to that.
         self.in_a_row: Callable[[], bool] = lambda: False
         self.recording: Plan | None = None
@@ -84,16 +85,20 @@ class GraphWatch:
         @functools.wraps(original)
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
             session = self.session
+            session.read_out.hold()
             if session.enabled:
                 with session.guarded("graph:begin"):
                     session.open_begun()  # not in the recording
-                    if not session.in_forward:
+                    if not session.inside():
                         session.end_frame()  # nothing of an earlier frame may be read out into the recording
-                    session.read_out.settle()
                     self._prepare()
                     self.recording = Plan(self, late=self._late(graph))
                     self._hand_on(self.recording)
-            return original(graph, *args, **kwargs)
+            try:
+                return original(graph, *args, **kwargs)
+            except BaseException:
+                session.read_out.go_on()
+                raise
 
         return capture_begin
 
@@ -106,7 +111,10 @@ class GraphWatch:
                     held = plan.late.end(self.kernels)
                     self.handing = (plan.late, held) if held and session.in_forward and self.in_a_row() else None
             self.recording = None
-            result = original(graph, *args, **kwargs)
+            try:
+                result = original(graph, *args, **kwargs)
+            finally:
+                session.read_out.go_on()
             if self._templates is not None:
                 self._templates.ended(graph)
             if plan is not None:
@@ -130,7 +138,8 @@ class GraphWatch:
                 if frame is not None:
                     self._replayed(frame, plan, written)
                 return None
-            if plan is not None and plan.owner is self and not session.in_forward and self.opener is not None:
+            opens = self.opener is not None and (not session.in_forward or self.rows_given())
+            if opens and self.opener is not None and plan is not None and plan.owner is self:
                 with session.guarded("graph:rows"):
                     self.opener()  # rows that were given for a graph of the whole model, which runs no hook
             frame = session.frame

@@ -59,10 +59,15 @@ class ReadOut:
         if self._drain is not None and self._drain.failure is not None:
             raise self._drain.failure
 
-    def settle(self) -> None:
-        """Wait until nothing is being read out: on whatever thread, that is not allowed while a graph is recorded."""
+    def hold(self) -> None:
+        """Read nothing out until :meth:`go_on`: a device refuses that on any thread while a graph is recorded."""
         if self._drain is not None:
-            self._drain.settle()
+            self._drain.hold()
+
+    def go_on(self) -> None:
+        """Take back :meth:`hold`."""
+        if self._drain is not None:
+            self._drain.go_on()
 
     def flush(self) -> None:
         """Read out and file every frame so far."""

@@ -26,6 +26,7 @@ from zkl_debug.capture.postponed import Postponed, Waiting
 from zkl_debug.capture.readout import ReadOut
 from zkl_debug.capture.repeats import Repeats
 from zkl_debug.capture.rows import FrameRows, Geometries, Geometry, Sketch
+from zkl_debug.capture.summary import summary_of
 from zkl_debug.capture.twins import Twins
 from zkl_debug.capture.viewing import ShardOf, digest_view, sharded, with_shard
 from zkl_debug.digest_torch import digest_tensor
@@ -61,8 +62,10 @@ class CaptureSession:
         self.step = -1
         self.weight_version = 0
         self.meta: dict[str, Json] = {}
-        self._requests = FirstRequests(options.requests)
-        self.in_forward = False  # between the model's first hook and its last
+        self.requests = FirstRequests(options.requests)
+        self.in_forward = False  # between the model's first hook and its last; to be asked by :meth:`inside`
+        self.calls: Callable[[], int] = lambda: 1  # of the model, that are under way
+        self.broken_off = 0  # forwards
         self.kernels = Kernels()
         self.graphs: GraphWatch | None = None
         self.twins = Twins(options.at_once)
@@ -142,7 +145,7 @@ class CaptureSession:
             self.end_frame()
         if self.options.requests and isinstance(rows, Sketch):
             rows = rows.rows()
-        if isinstance(rows, FrameRows) and not self._requests.admit(rows):
+        if isinstance(rows, FrameRows) and not self.requests.admit(rows):
             self._finish_ended()  # for nobody will when this forward has been issued
             return
         if rows.step < 0:
@@ -152,9 +155,11 @@ class CaptureSession:
         self.postponed.begin(frame)
         self._next_frame += not rows.warmup
 
-    def forward_ended(self) -> None:
+    def forward_ended(self, *, failed: bool = False) -> None:
         """The model has issued all it will: issue what can wait until then, while a device still works on the rest."""
         frame = self.frame
+        if frame is not None:
+            frame.failed = failed
         if frame is None or self.writer is None or frame.given.warmup or self.recording:
             return
         self.rows_of(frame)
@@ -180,7 +185,8 @@ class CaptureSession:
         return frame.geometry
 
     def end_frame(self) -> None:
-        """Write the open frame, if any; a warm-up is dropped."""
+        """Write the open frame, if any; a warm-up is dropped, and so is a forward that broke off."""
+        self.inside()
         frame = self.frame
         with self.guarded("read-out"):
             self._finish_ended()
@@ -198,16 +204,25 @@ class CaptureSession:
         with self.guarded("read-out"):
             self._add(frame)
 
-    def interrupted(self) -> None:
-        """The forward of the open frame has not ended, and the next one begins.
+    def inside(self, calls: int = 0) -> bool:
+        """Whether the model runs, by more than so many calls.
 
-        What its rows were cannot be told any more, unless they were worked out: then it is left out, and they count as
-        rows without a key.
+        A forward may break off without its last hook: an interrupt that the program survives. It is left out, for what
+        its rows were may be another batch by now, and what waits in it was not written when the model had ended.
         """
-        frame = self.frame
-        if frame is not None and not frame.ended and isinstance(frame.given, Sketch):
-            self.unkeyed_rows += frame.given.n_rows
-            self._next_frame, self.frame = frame.index, None
+        if self.in_forward and self.calls() <= calls:
+            self.in_forward = False
+            if self.graphs is not None:
+                self.graphs.handing = None
+            if self.beginning is not None:
+                self.beginning = None
+                self.broken_off += 1
+            elif self._frame is not None and not self._frame.ended:
+                if not self._frame.given.warmup:
+                    self._next_frame = self._frame.index
+                    self.broken_off += 1
+                self.frame = None
+        return self.in_forward
 
     def _finish_ended(self, *, followed: bool = False) -> None:
         """Write the frame that was put aside, if any; ``followed``: the next forward has been issued."""
@@ -357,7 +372,8 @@ class CaptureSession:
         frame.seen.setdefault(name, 1)
         meta = self.meta_of(name, view, kind, semantic)
         if self.forcing is not None:
-            table = np.concatenate([frame.rows.rows, *frame.labels]) if frame.labels else frame.rows.rows
+            rows = self.rows_of(frame).rows
+            table = np.concatenate([rows, *frame.labels]) if frame.labels else rows
             self.forcing.visit(name, view, kind, table[view.row], view.tensor if source is None else source)
             return
         wanted = self.options.level == "payload" or always
@@ -480,15 +496,4 @@ class CaptureSession:
 
     def summary(self) -> dict[str, Json]:
         """What the probe saw and could not see; goes into the manifest."""
-        errors: list[Json] = list(dict.fromkeys([*self.errors, *betrayed(self)]))
-        return {
-            "probe": {"ok": not errors, "errors": errors},
-            "level": self.options.level,
-            "filtered_sites": len(self.filtered),
-            "not_rows": dict(sorted(self.not_rows.items())),
-            "outside_frames": dict(sorted(self.outside.items())),
-            "unkeyed_rows": self.unkeyed_rows,
-            "frames": self.frames_written,
-            "notes": self._requests.notes(),
-            "graphs": self.graphs.summary(self.seen_eager, self.seen_graph) if self.graphs is not None else None,
-        }
+        return summary_of(self)
