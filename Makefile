@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint setup notebooks clean
+.PHONY: demo test test-slow lint setup clean
 
 demo: $(STAMP)
 	$(BIN)/zkl-debug demo

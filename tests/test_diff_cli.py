@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,17 @@ def test_next_commands_name_these_captures(folders: dict[str, Path], tmp_path: P
     first = diff_captures(folders["train"], bare).next[0]
     assert first.startswith("zkl-debug capture ")
     assert "--level payload" in first
+
+
+def test_the_next_capture_of_a_bed_is_of_the_run_that_was_told() -> None:
+    def following(**bed: object) -> str:
+        other = memory(WORLD, "gen", generation(WORLD), Options(plant(ATTENTION), payload=False))
+        return diff_captures(TRAIN, replace(other, manifest={**other.manifest, "bed": bed})).next[0]
+
+    told = following(bed="gpt-te", seed=3, dtype="bf16", stack=False, size="small", graphs=True)
+    assert told.startswith("zkl-debug capture --bed gpt-te --stack off --graphs --seed 3 --size small --level payload ")
+    usual = following(bed="tiny-gpt", stack=True, size="full", graphs=False)
+    assert usual.startswith("zkl-debug capture --bed tiny-gpt --level payload ")
 
 
 def test_site_table_counts_rows_per_edge() -> None:

@@ -240,7 +240,7 @@ class BedOptions:
         if self.one_sided and known.on_gpu:
             raise UsageError(f"bed {self.bed} has no switches of one side alone", "a bed of a CPU", "zkl-debug beds")
         if self.spread and (known.on_gpu or known.hybrid or self.replay_routing):
-            what = "with routing replay" if self.replay_routing else ""
-            raise UsageError(f"bed {self.bed} {what} on several ranks", "tiny-gpt or tiny-moe", "zkl-debug beds")
+            what = f"{self.bed} with routing replay" if self.replay_routing else self.bed
+            raise UsageError(f"bed {what} does not run on several ranks", "tiny-gpt or tiny-moe", "zkl-debug beds")
         if self.chunk <= 0 or self.chunk % 64:
             raise UsageError(f"chunk {self.chunk}", "a positive multiple of 64: mcore pads mixed steps to 64 tokens")

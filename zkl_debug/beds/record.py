@@ -183,9 +183,9 @@ def _engine_state(context: BedContext, capture: Any) -> None:
 def _capture(context: BedContext, side: str, folder: Path, record: RecordOptions) -> Any:
     from zkl_debug.capture.api import Capture
 
-    shown = ("bed", "seed", "dtype", "stack", "packing", "chunk", "chunked_prefill", "prefix_caching", "micro_batch")
+    shown = "bed seed dtype stack size graphs packing chunk chunked_prefill prefix_caching micro_batch"
     meta = {
-        "bed": {name: getattr(context.options, name) for name in shown},
+        "bed": {name: getattr(context.options, name) for name in shown.split()},
         "switches_requested": [s.name for s in context.switches],
     }
     return Capture(

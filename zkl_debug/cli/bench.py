@@ -73,9 +73,9 @@ command.add_command(bench_faults.command)
 
 @command.command("capture")
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
-@click.option("--hidden", type=click.IntRange(64), default=1024, show_default=True, help="A multiple of 64.")
-@click.option("--layers", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--tokens", type=click.IntRange(2), default=512, show_default=True)
+@click.option("--hidden", type=click.IntRange(64, 1 << 14), default=1024, show_default=True, help="A multiple of 64.")
+@click.option("--layers", type=click.IntRange(1, 256), default=8, show_default=True)
+@click.option("--tokens", type=click.IntRange(2, 1 << 16), default=512, show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
 @FOLDER
 @JSON

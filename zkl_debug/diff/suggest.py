@@ -116,7 +116,17 @@ def _payload_capture(capture: CaptureLike, first: First) -> str:
     layer = first.name.layer
     window = f"--layers {max(0, layer - 1)}-{layer}" if layer >= 0 else f"--sites {quote(first.name.owner + ':*')}"
     bed = fact(capture, "bed")
-    name = bed.get("bed") if isinstance(bed, Mapping) else bed
-    if name:
-        return f"zkl-debug capture --bed {quote(str(name))} --level payload {window} --out DIR"
+    told = bed if isinstance(bed, Mapping) else {"bed": bed}
+    if told.get("bed"):
+        return f"zkl-debug capture --bed {quote(str(told['bed']))}{_as_run(told)} --level payload {window} --out DIR"
     return f"zkl-debug capture --side {quote(capture.side)} --level payload {window} --out DIR -- PROGRAM"
+
+
+def _as_run(bed: Mapping[str, object]) -> str:
+    """Options of a bed that are not what they are when left out, as far as a capture tells them."""
+    stack, graphs = bed.get("stack"), bed.get("graphs")
+    given = ["" if stack in (None, True) else " --stack off", " --graphs" if graphs is True else ""]
+    for name, usual in (("seed", 0), ("dtype", "bf16"), ("size", "full")):
+        value = bed.get(name, usual)
+        given.append("" if value == usual else f" --{name} {quote(str(value))}")
+    return "".join(given)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from zkl_debug.errors import CaptureInvalid
@@ -163,7 +164,9 @@ def read_json(path: Path) -> Any:
         # Why bytes are no text depends on an encoding that is guessed from the first of them: it says nothing.
         why = " text" if isinstance(error, UnicodeDecodeError) or 0 in data else f": {error}"
         raise CaptureInvalid(
-            f"{path} is not JSON{why}", "a manifest written by zkl-debug", f"zkl-debug repair {path.parent}"
+            f"{path} is not JSON{why}",
+            "a manifest written by zkl-debug",
+            f"mv {quote(str(path))} {quote(f'{path}.bad')} && zkl-debug repair {quote(str(path.parent))}",
         ) from None
 
 
