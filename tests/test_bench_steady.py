@@ -24,6 +24,7 @@ def test_what_fell_into_a_slow_phase_of_the_processor_is_told_apart() -> None:
     assert found["seconds"] == {"plain": 5.0, "digest": 7.0, "naive": 400.0}
     assert found["undisturbed_seconds"] == {"plain": 4.2, "digest": 4.4, "naive": None}, "of four there is no median"
     assert found["ratio"]["digest"] == 1.4
+    assert found["mean_ratio"]["digest"] == round((5 * 4.4 + 9 * 7) / 14 / ((2 * 4.0 + 3 * 4.2 + 6 * 5) / 11), 4)
     assert found["undisturbed_ratio"] == {"plain": 1.0, "digest": round(4.4 / 4.2, 4), "naive": None}
     assert found["count"] == {"plain": 11, "digest": 14, "naive": 4}
     assert found["undisturbed_count"] == {"plain": 5, "digest": 5, "naive": 4}
@@ -81,7 +82,7 @@ class _Device:
     def look(self) -> float:
         self.now += 10.0
         self.looks.append(self.now)
-        return float(len(self.looks))
+        return [3.0, 1.0, 2.0][len(self.looks) - 1]
 
 
 def test_a_step_pays_for_what_the_one_before_left_undone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,7 @@ def test_a_step_pays_for_what_the_one_before_left_undone(monkeypatch: pytest.Mon
     timed = Steps(device.step, 3, device.look)
     assert [timed() for _ in range(3 + 2 * 9)] == ["tokens"] * 21
     assert [sample.seconds for sample in timed.samples] == [1.25] * 16
-    assert [sample.beside for sample in timed.samples] == [2.0] * 8 + [3.0] * 8, "the slower of those around it"
+    assert [sample.beside for sample in timed.samples] == [3.0] * 8 + [2.0] * 8, "the slower of those around it"
     assert len(device.looks) == 3
 
 

@@ -350,6 +350,24 @@ def test_rows_that_lie_elsewhere_than_they_were_told_to_are_refused(asked: bool,
     assert "rows of a forward are not where they were told to be" in capture.session.errors[0]
 
 
+def test_what_follows_the_model_and_is_what_it_gave_is_read_once(tmp_path: Path) -> None:
+    """Logits that need no other type: they are kept, of all that was read in the model."""
+    model = Blocks()
+    capture = watching(tmp_path / "c", model)
+    launches = issued(capture)
+    behind = []
+    for tokens in batches(RECHECK - 1):
+        capture.next_rows(padded_rows(tokens, samples=[0, 1], lengths=[5, 5]))
+        logits = model(torch.from_numpy(tokens))
+        before = len(launches)
+        capture.record("logprobs/log_softmax:in.0", logits)
+        behind.append(len(launches) - before)
+        capture.session.flush()
+    capture.__exit__(None, None, None)
+    assert behind == [1, *[0] * (RECHECK - 2)], "once it was seen to be the same"
+    assert all(len(rows) == 10 * (RECHECK - 1) for rows in digests(tmp_path / "c").values())
+
+
 THEN: dict[str, Callable[[Capture], object]] = {
     "the next": lambda _capture: None,
     "an event": lambda capture: capture.event("reward"),

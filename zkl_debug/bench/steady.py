@@ -66,6 +66,7 @@ class Times:
     def figures(self) -> dict[str, Json]:
         """By name, in seconds: the median, and that of what was not disturbed; both over those of the base.
 
+        ``mean_ratio`` has what a median leaves out: what falls on few of many times.
         ``count`` and ``undisturbed_count`` tell of how many. Of less than :data:`FEWEST` that were not disturbed there
         is no median, but None, and so is a ratio to it.
         """
@@ -75,7 +76,13 @@ class Times:
             name: [sample.seconds for sample in some if sample.beside <= SLOWER * fastest]
             for name, some in self.samples.items()
         }
-        return {**self._told(every, "", 1), **self._told(quiet, "undisturbed_", FEWEST)}
+        means = {name: statistics.fmean(some) for name, some in every.items()}
+        base = means.get(self._base, 0.0)
+        return {
+            **self._told(every, "", 1),
+            "mean_ratio": {name: round(value / base, 4) if base else None for name, value in means.items()},
+            **self._told(quiet, "undisturbed_", FEWEST),
+        }
 
     def _told(self, seconds: dict[str, list[float]], prefix: str, fewest: int) -> dict[str, Json]:
         median = {name: statistics.median(some) if len(some) >= fewest else None for name, some in seconds.items()}

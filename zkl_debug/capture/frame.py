@@ -123,7 +123,7 @@ class OpenFrame:
 
     @property
     def rows(self) -> FrameRows:
-        """What its token slots are; worked out when it is asked for first, which must be before the forward ends."""
+        """What its token slots are; worked out when it is asked for first: see :attr:`Sketch.make`."""
         given = self.given
         if isinstance(given, Sketch):
             given = self.given = given.rows()
@@ -183,8 +183,7 @@ class OpenFrame:
             reading = replace(known, tensor=reading.tensor, version=reading.version, doubted=doubted)
         self.twins[key] = reading
         self.twins.move_to_end(key)
-        if len(self.twins) > _TWIN_KEEP:
-            self.twins.popitem(last=False)
+        self.forget(_TWIN_KEEP)
 
     def forget(self, keep: int = 0) -> None:
         """Let go of the tensors that were read, but for the last so many."""

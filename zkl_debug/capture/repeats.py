@@ -48,7 +48,7 @@ class Worked:
 class Repeats:
     """The kinds of tensors of one session that were worked out.
 
-    Only inference tensors: others have a version counter, by which one reading may serve several sites.
+    To be asked of inference tensors only: others have a version counter, by which one reading may serve several sites.
     """
 
     def __init__(self, session: CaptureSession) -> None:

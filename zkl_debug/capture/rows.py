@@ -127,7 +127,7 @@ class Sketch:
     Attributes:
         phase, graph: as those of :class:`FrameRows`; a phase that is not mixed.
         n_rows: how many rows it has, 0 only when it has none.
-        make: works them out; called once, before the forward has ended.
+        make: works them out; called once, at the latest when the model has issued all it will.
         step, weight_version: what the rows are given, but a step of their own.
         places: rows of two sketches for which this is equal lie in the same slots; None where nothing tells.
     """
@@ -290,7 +290,7 @@ def padded_rows(
     first = [offsets[i] if offsets is not None else 0 for i in range(batch)]
     ids = [tokens[i, at : at + lengths[i]].copy() for i, at in enumerate(first)]
     starts = tuple(int(at) * batch + i for i, at in enumerate(first))
-    return _assemble((seq, batch), ids, samples, prompt_lens, _places(starts, tuple(map(int, lengths)), batch), phase)
+    return _assemble((seq, batch), ids, samples, prompt_lens, _slots(starts, tuple(map(int, lengths)), batch), phase)
 
 
 def packed_rows(
@@ -314,8 +314,8 @@ def packed_rows(
     """
     spans = list(zip(starts, lengths, strict=True))
     ids = [tokens[start : start + length].copy() for start, length in spans]
-    places = _places(tuple(map(int, starts)), tuple(map(int, lengths)), 1)
-    return _assemble((len(tokens), 1), ids, samples, prompt_lens, places, phase)
+    slots = _slots(tuple(map(int, starts)), tuple(map(int, lengths)), 1)
+    return _assemble((len(tokens), 1), ids, samples, prompt_lens, slots, phase)
 
 
 def spread_rows(whole: FrameRows, columns: I64) -> FrameRows:
@@ -382,11 +382,11 @@ def _assemble(
     ids: list[NDArray[np.integer]],
     samples: Sequence[int],
     prompt_lens: Sequence[int] | None,
-    places: tuple[I64, I64],
+    slots: tuple[I64, I64],
     phase: Phase,
 ) -> FrameRows:
-    """A frame of whole sequences, whose keys are worked out when they are asked for; ``places``: :func:`_places`."""
-    slot, last = places
+    """A frame of whole sequences, whose keys are worked out when they are asked for; ``slots``: :func:`_slots`."""
+    slot, last = slots
     samples, prompt_lens = list(samples), None if prompt_lens is None else list(prompt_lens)  # as they are now
 
     def rows() -> RowTable:
@@ -399,7 +399,7 @@ def _assemble(
 
 
 @functools.lru_cache(maxsize=64)
-def _places(starts: tuple[int, ...], lengths: tuple[int, ...], stride: int) -> tuple[I64, I64]:
+def _slots(starts: tuple[int, ...], lengths: tuple[int, ...], stride: int) -> tuple[I64, I64]:
     """Slots of the rows of sequences, and of each sequence its last row; shared, so not to be changed.
 
     Args:
