@@ -438,9 +438,6 @@ def test_an_event_in_the_middle_of_a_forward_ends_its_frame(tmp_path: Path) -> N
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_forward_that_raises_is_not_what_its_shape_is_judged_by(failed: bool, tmp_path: Path) -> None:
     """It did not come to where this shape, unlike the others, is written over."""
-    model = Blocks()
-    capture = watching(tmp_path / "c", model)
-    reference = watching(tmp_path / "d", Blocks(), at_once=True)
     fails = [False]
 
     def stop(*_args: Any) -> None:
@@ -451,8 +448,10 @@ def test_a_forward_that_raises_is_not_what_its_shape_is_judged_by(failed: bool, 
         if args[0].shape[0] == 5:
             args[0].numpy()[:] = 0
 
-    for seen in (capture, reference):
-        blocks = cast("Blocks", seen.model).blocks
+    for folder, at_once in (("c", False), ("d", True)):
+        model = Blocks()
+        seen = watching(tmp_path / folder, model, at_once=at_once)
+        blocks = model.blocks
         blocks[0].attn.register_forward_hook(stop)
         blocks[2].mlp.down.register_forward_hook(write)
         for number, tokens in enumerate(batches(14)):
@@ -461,7 +460,7 @@ def test_a_forward_that_raises_is_not_what_its_shape_is_judged_by(failed: bool, 
             fails[0] = failed and number == 8
             seen.next_rows(padded_rows(some, samples=[0, 1], lengths=[some.shape[1]] * 2))
             try:
-                seen.model(torch.from_numpy(some))
+                model(torch.from_numpy(some))
             except ValueError:
                 assert fails[0]
             seen.session.flush()
