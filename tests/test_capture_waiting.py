@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -302,54 +301,6 @@ def test_frames_of_other_lengths_are_worked_out_anew(tmp_path: Path) -> None:
     assert same(tmp_path / "a", tmp_path / "b")
 
 
-def test_rows_are_worked_out_when_the_model_is_through(tmp_path: Path) -> None:
-    """Where they lie is known from forwards like it: nothing before the end of the model asks for more."""
-    model = Blocks()
-    capture = watching(tmp_path / "c", model)
-    through: list[bool] = []
-    inside: list[bool] = []
-    model.norm.register_forward_hook(lambda *_: through.append(True))
-    for number, tokens in enumerate(batches(40)):
-        rows = padded_rows(tokens, samples=[0, 1], lengths=[5, 5])
-
-        def make(rows: FrameRows = rows, number: int = number) -> FrameRows:
-            inside.append(len(through) == number)
-            return rows
-
-        capture.next_rows(Sketch(Phase.SCORE, -1, 10, make, places="5 and 5"))
-        model(torch.from_numpy(tokens))
-        frame = capture.session.frame
-        assert frame is not None
-        assert len(frame.twins) <= 2, "of the tensors that were read, two are kept"
-    capture.__exit__(None, None, None)
-    assert inside == [True] + [False] * 39, "where they lie was told by the first"
-    assert capture.session.errors == []
-
-
-def _given(rows: FrameRows) -> FrameRows:
-    return rows
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_rows_that_lie_elsewhere_than_they_were_told_to_are_refused(asked: bool, tmp_path: Path) -> None:
-    """Also where somebody asked for them in the middle of the forward, as those do who take experts apart."""
-    model = Blocks()
-    capture = watching(tmp_path / "c", model, strict=False)
-
-    def ask(*_args: Any) -> None:
-        frame = capture.session.frame
-        assert not asked or frame is None or frame.rows.n_rows > 0
-
-    model.blocks[1].register_forward_hook(ask)
-    for lengths in ([5, 5], [5, 3]):
-        tokens = batches(1)[0]
-        rows = padded_rows(tokens, samples=[0, 1], lengths=lengths)
-        capture.next_rows(Sketch(Phase.SCORE, -1, sum(lengths), functools.partial(_given, rows), places="the same"))
-        model(torch.from_numpy(tokens))
-    capture.__exit__(None, None, None)
-    assert "rows of a forward are not where they were told to be" in capture.session.errors[0]
-
-
 def test_what_follows_the_model_and_is_what_it_gave_is_read_once(tmp_path: Path) -> None:
     """Logits that need no other type: they are kept, of all that was read in the model."""
     model = Blocks()
@@ -366,107 +317,6 @@ def test_what_follows_the_model_and_is_what_it_gave_is_read_once(tmp_path: Path)
     capture.__exit__(None, None, None)
     assert behind == [1, *[0] * (RECHECK - 2)], "once it was seen to be the same"
     assert all(len(rows) == 10 * (RECHECK - 1) for rows in digests(tmp_path / "c").values())
-
-
-THEN: dict[str, Callable[[Capture], object]] = {
-    "the next": lambda _capture: None,
-    "an event": lambda capture: capture.event("reward"),
-    "a step": lambda capture: capture.set_step(1),
-    "a flush": lambda capture: capture.session.flush(),
-    "rest": lambda capture: rest(capture),
-    "one that is not seen": lambda capture: unseen(capture),
-}
-
-
-def rest(capture: Capture) -> None:
-    capture.rest()
-    capture.wake()
-
-
-def unseen(capture: Capture) -> None:
-    capture.session.enabled = False
-    capture.model(torch.zeros((2, 5), dtype=torch.int64))
-    capture.session.enabled = True
-
-
-@pytest.mark.parametrize("told", [False, True])
-@pytest.mark.parametrize("then", THEN)
-def test_a_forward_that_was_interrupted_is_left_out(told: bool, then: str, tmp_path: Path) -> None:
-    """The program goes on and refills its batch: it is not taken for that, and what waited in it is no error."""
-    model = Blocks()
-    capture = watching(tmp_path / "c", model)
-    tokens = np.zeros((2, 5), np.int64)
-
-    def stop(*_args: Any) -> None:
-        if tokens[0, 0] == 3:
-            raise KeyboardInterrupt
-
-    model.blocks[1].mlp.up.register_forward_hook(stop)
-    for number in range(6):
-        tokens[:] = number
-        make = functools.partial(padded_rows, tokens, samples=[0, 1], lengths=[5, 5])
-        capture.next_rows(make() if told else Sketch(Phase.SCORE, -1, 10, make, places="the same"))
-        try:
-            model(torch.from_numpy(tokens.copy()))
-        except KeyboardInterrupt:
-            tokens[:] = 4
-            THEN[then](capture)
-    capture.__exit__(None, None, None)
-    with open_capture(tmp_path / "c") as found:
-        assert found.manifest["probe"] == {"ok": True, "errors": []}
-        assert found.manifest["notes"] == ["1 forward left out: interrupted before the end"]
-        assert found.rows["token"].tolist() == [n for n in (0, 1, 2, 4, 5) for _ in range(10)]
-        assert np.unique(found.rows["frame"]).tolist() == [0, 1, 2, 3, 4]
-        for site in found.sites.values():
-            assert len(np.unique(np.array(site.digest), axis=0)) == 5, "and no site of one that another ran"
-
-
-def test_an_event_in_the_middle_of_a_forward_ends_its_frame(tmp_path: Path) -> None:
-    """Which is no interrupt: the model runs."""
-    model = Blocks()
-    capture = watching(tmp_path / "c", model)
-    model.blocks[1].mlp.register_forward_hook(lambda *_: capture.event("now"))
-    for tokens in batches(3):
-        score(model, capture, tokens)
-    capture.__exit__(None, None, None)
-    with open_capture(tmp_path / "c") as found:
-        assert found.manifest["notes"] == []
-        assert len(found.sites["layers.0.mlp:out"].digest) == 3 * 8
-    assert capture.session.broken_off == 0
-
-
-@pytest.mark.parametrize("failed", [False, True])
-def test_a_forward_that_raises_is_not_what_its_shape_is_judged_by(failed: bool, tmp_path: Path) -> None:
-    """It did not come to where this shape, unlike the others, is written over."""
-    fails = [False]
-
-    def stop(*_args: Any) -> None:
-        if fails[0]:
-            raise ValueError("not this time")
-
-    def write(_module: nn.Module, args: tuple[torch.Tensor, ...], _output: Any) -> None:
-        if args[0].shape[0] == 5:
-            args[0].numpy()[:] = 0
-
-    for folder, at_once in (("c", False), ("d", True)):
-        model = Blocks()
-        seen = watching(tmp_path / folder, model, at_once=at_once)
-        blocks = model.blocks
-        blocks[0].attn.register_forward_hook(stop)
-        blocks[2].mlp.down.register_forward_hook(write)
-        for number, tokens in enumerate(batches(14)):
-            short = number < 8
-            some = tokens[:, :4].copy() if short else tokens
-            fails[0] = failed and number == 8
-            seen.next_rows(padded_rows(some, samples=[0, 1], lengths=[some.shape[1]] * 2))
-            try:
-                model(torch.from_numpy(some))
-            except ValueError:
-                assert fails[0]
-            seen.session.flush()
-        seen.__exit__(None, None, None)
-    got, wanted = digests(tmp_path / "c"), digests(tmp_path / "d")
-    assert all(np.array_equal(got[name], rows) for name, rows in wanted.items())
 
 
 # ---- behind the model, in steps that replay graphs ----------------------------------------------------------------

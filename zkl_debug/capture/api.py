@@ -9,7 +9,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -455,9 +455,11 @@ def _count_layers(model: nn.Module) -> int:
 
 
 def _calls(model: nn.Module) -> int:
-    """Calls of the model that are under way on this thread."""
-    count, frame, code = 0, sys._getframe(1), nn.Module._wrapped_call_impl.__code__
-    while frame is not None:
-        count += frame.f_code is code and frame.f_locals.get("self") is model
-        frame = frame.f_back  # type: ignore[assignment]
+    """Calls of the model that are under way, on whatever thread."""
+    count, code = 0, nn.Module._wrapped_call_impl.__code__
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            count += frame.f_code is code and frame.f_locals.get("self") is model
+            frame = frame.f_back
     return count
