@@ -66,9 +66,9 @@ class Times:
     def figures(self) -> dict[str, Json]:
         """By name, in seconds: the median, and that of what was not disturbed; both over those of the base.
 
-        ``mean_ratio`` has what a median leaves out: what falls on few of many times.
         ``count`` and ``undisturbed_count`` tell of how many. Of less than :data:`FEWEST` that were not disturbed there
-        is no median, but None, and so is a ratio to it.
+        is no median, but None, and so is a ratio to it. ``mean_ratio`` has what a median leaves out: what falls on few
+        of many times.
         """
         fastest = min((sample.beside for some in self.samples.values() for sample in some), default=0.0)
         every = {name: [sample.seconds for sample in some] for name, some in self.samples.items()}
