@@ -73,10 +73,33 @@ def test_a_forward_that_was_interrupted_is_left_out(told: bool, then: str, tmp_p
             assert len(np.unique(np.array(site.digest), axis=0)) == 5, "and no site of one that another ran"
 
 
+class Direct(Blocks):
+    """Is called without the way round that torch takes to compiled modules."""
+
+    __call__: Callable[..., Any] = nn.Module._call_impl
+
+
+class Silent(Blocks):
+    """Gives nothing back."""
+
+    def forward(self, input_ids: torch.Tensor) -> None:  # type: ignore[override]
+        super().forward(input_ids)
+
+
+def test_a_model_that_gives_nothing_back_has_not_failed(tmp_path: Path) -> None:
+    capture = watching(tmp_path / "c", model := Silent())
+    for tokens in batches(4):
+        score(model, capture, tokens)
+        assert capture.session.frame is not None
+        assert not capture.session.frame.failed
+    capture.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("kind", [Blocks, Direct])
 @pytest.mark.parametrize("thread", [False, True])
-def test_an_event_in_the_middle_of_a_forward_ends_its_frame(thread: bool, tmp_path: Path) -> None:
+def test_an_event_in_the_middle_of_a_forward_ends_its_frame(thread: bool, kind: type[Blocks], tmp_path: Path) -> None:
     """Which is no interrupt, whoever tells it: the model runs."""
-    model = Blocks()
+    model = kind()
     capture = watching(tmp_path / "c", model)
 
     def tell(*_args: Any) -> None:

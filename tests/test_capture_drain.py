@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from graph_fakes import FakeGraph, Model, recorded_model
+from graph_fakes import FakeGraph, Model, call, recorded_model, steps_of, watched
 
+from zkl_debug.capture.device import DeviceFrame
 from zkl_debug.capture.drain import Drain, Job
 from zkl_debug.capture.readout import ReadOut
 
@@ -52,12 +54,14 @@ def test_nothing_is_read_out_or_filed_while_it_is_held() -> None:
 
 @pytest.mark.parametrize("ends", ["flush", "close", "submit"])
 def test_a_recording_that_never_ends_holds_nothing_up_for_good(ends: str) -> None:
-    slow, drain = Slow(), Drain(pause=0.05)
+    slow, drain = Slow(), Drain(spool=100, limit=1, pause=0.01)
     slow.let.set()
+    drain.submit(slow.job())
+    assert slow.begun.wait(10)
     drain.hold()
+    time.sleep(0.1)  # its pause has run out, and it waits to be let go on
     if ends == "submit":
-        drain.submit(slow.job())
-        assert slow.begun.wait(10)
+        drain.submit(slow.job())  # more than may be queued
     elif ends == "flush":
         drain.flush()
     drain.close()
@@ -73,6 +77,31 @@ def test_a_read_out_that_failed_is_not_waited_for() -> None:
     drain.hold()
     with pytest.raises(OSError, match="the device is gone"):
         drain.close()
+
+
+def test_a_frame_that_fills_a_batch_where_a_recording_begins_is_not_read_out_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside: list[bool] = []
+    arrays = DeviceFrame.arrays
+
+    def watched_arrays(self: DeviceFrame) -> Any:
+        inside.append(FakeGraph.current is not None)
+        return arrays(self)
+
+    monkeypatch.setattr(DeviceFrame, "arrays", watched_arrays)
+    model = Model()
+    capture = watched(model, tmp_path / "c")
+    for number, tokens in enumerate(steps_of(40), 1):
+        call(model, capture, tokens, False)
+        if number % 8 == 0:
+            graph = FakeGraph()
+            graph.capture_begin()
+            time.sleep(0.05)
+            graph.capture_end()
+    capture.__exit__(None, None, None)
+    assert inside
+    assert not any(inside)
 
 
 def test_nothing_is_being_read_out_when_a_graph_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -391,7 +391,8 @@ class Capture:
             session.graphs.handing = None
         if session.enabled and session.frame is not None:
             with session.guarded("model:out"):
-                session.forward_ended(failed=output is None)
+                # torch calls this where it has caught what the model raised, too
+                session.forward_ended(failed=output is None and sys.exc_info()[0] is not None)
         session.in_forward = False
 
     def _recording_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FrameRows | None:
@@ -456,10 +457,12 @@ def _count_layers(model: nn.Module) -> int:
 
 def _calls(model: nn.Module) -> int:
     """Calls of the model that are under way, on whatever thread."""
-    count, code = 0, nn.Module._wrapped_call_impl.__code__
+    codes = nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__  # a class may call the second at once
+    counts = dict.fromkeys(codes, 0)
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:
-            count += frame.f_code is code and frame.f_locals.get("self") is model
+            if frame.f_code in counts and frame.f_locals.get("self") is model:
+                counts[frame.f_code] += 1
             frame = frame.f_back
-    return count
+    return max(counts.values())

@@ -50,6 +50,7 @@ class Drain:
         """Queue a frame; waits only when far too much is queued."""
         with self._condition:
             self._held = False
+            self._condition.notify_all()
             self._condition.wait_for(lambda: self.failure or self._bytes + job.nbytes <= self._limit or not self._bytes)
             self._jobs.append(job)
             self._bytes += job.nbytes

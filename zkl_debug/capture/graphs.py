@@ -85,7 +85,6 @@ class GraphWatch:
         @functools.wraps(original)
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
             session = self.session
-            session.read_out.hold()
             if session.enabled:
                 with session.guarded("graph:begin"):
                     session.open_begun()  # not in the recording
@@ -95,6 +94,7 @@ class GraphWatch:
                     self.recording = Plan(self, late=self._late(graph))
                     self._hand_on(self.recording)
             try:
+                session.read_out.hold()  # not before: a frame may have been handed over just now
                 return original(graph, *args, **kwargs)
             except BaseException:
                 session.read_out.go_on()
@@ -106,12 +106,12 @@ class GraphWatch:
         @functools.wraps(original)
         def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
             plan, session = self.recording, self.session
-            if plan is not None and plan.late is not None:
-                with session.guarded("graph:end"):
-                    held = plan.late.end(self.kernels)
-                    self.handing = (plan.late, held) if held and session.in_forward and self.in_a_row() else None
-            self.recording = None
             try:
+                if plan is not None and plan.late is not None:
+                    with session.guarded("graph:end"):
+                        held = plan.late.end(self.kernels)
+                        self.handing = (plan.late, held) if held and session.in_forward and self.in_a_row() else None
+                self.recording = None
                 result = original(graph, *args, **kwargs)
             finally:
                 session.read_out.go_on()

@@ -208,20 +208,21 @@ class CaptureSession:
         """Whether the model runs, by more than so many calls.
 
         A forward may break off without its last hook: an interrupt that the program survives. It is left out, for what
-        its rows were may be another batch by now, and what waits in it was not written when the model had ended.
+        its rows were may be another batch by now; unless another thread has begun the next one meanwhile.
         """
-        if self.in_forward and self.calls() <= calls:
-            self.in_forward = False
-            if self.graphs is not None:
-                self.graphs.handing = None
-            if self.beginning is not None:
-                self.beginning = None
-                self.broken_off += 1
-            elif self._frame is not None and not self._frame.ended:
-                if not self._frame.given.warmup:
-                    self._next_frame = self._frame.index
-                    self.broken_off += 1
-                self.frame = None
+        frame, begun = self._frame, self.beginning
+        runs = not self.in_forward or torch.compiler.is_compiling() or self.calls() > calls
+        if runs or frame is not self._frame or begun is not self.beginning:
+            return self.in_forward
+        self.in_forward = False
+        if self.graphs is not None:
+            self.graphs.handing = None
+        if begun is not None:
+            self.beginning, self.broken_off = None, self.broken_off + 1
+        elif frame is not None and not frame.ended:
+            if not frame.given.warmup:
+                self._next_frame, self.broken_off = frame.index, self.broken_off + 1
+            self.frame = None
         return self.in_forward
 
     def _finish_ended(self, *, followed: bool = False) -> None:
