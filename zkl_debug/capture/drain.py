@@ -48,9 +48,8 @@ class Drain:
 
     def submit(self, job: Job) -> None:
         """Queue a frame; waits only when far too much is queued."""
+        self.go_on()
         with self._condition:
-            self._held = False
-            self._condition.notify_all()
             self._condition.wait_for(lambda: self.failure or self._bytes + job.nbytes <= self._limit or not self._bytes)
             self._jobs.append(job)
             self._bytes += job.nbytes
@@ -63,8 +62,8 @@ class Drain:
             Exception: what stopped the thread.
         """
         with self._condition:
-            self._held, self._flushing = False, True
-            self._condition.notify_all()
+            self._flushing = True
+            self.go_on()
             self._condition.wait_for(lambda: self.failure or not (self._jobs or self._filing or self._busy))
             self._flushing = False
             if self.failure is not None:

@@ -50,8 +50,8 @@ class GraphWatch:
         self.session = session
         self.kernels = kernels
         self.graph_class = graph_class if graph_class is not None else torch.cuda.CUDAGraph
-        self.opener: Callable[[], None] | None = None
         self.rows_given: Callable[[], bool] = lambda: False
+        self.opener: Callable[[], None] = lambda: None  # of a frame of rows that were given
         #: Whether nothing is written between a graph and the next: then what one reads at its end may be left to that.
         self.in_a_row: Callable[[], bool] = lambda: False
         self.recording: Plan | None = None
@@ -138,8 +138,7 @@ class GraphWatch:
                 if frame is not None:
                     self._replayed(frame, plan, written)
                 return None
-            opens = self.opener is not None and (not session.in_forward or self.rows_given())
-            if opens and self.opener is not None and plan is not None and plan.owner is self:
+            if plan is not None and plan.owner is self and self.rows_given():
                 with session.guarded("graph:rows"):
                     self.opener()  # rows that were given for a graph of the whole model, which runs no hook
             frame = session.frame
